@@ -1,0 +1,35 @@
+"""The contract: everything that a plugin may import beside `atom_core`, `atom_core.errors` and the kit."""
+
+from atom_core.plugin.batch import AttentionBatch, HostDeviceBuffer, Step, StepBuffers
+from atom_core.plugin.hookspecs import AtomSpecs
+from atom_core.plugin.layer import AttentionLayer, InterfaceLayer
+from atom_core.plugin.layout import LayoutPlugin, TensorSpec
+from atom_core.plugin.markers import CONTRACT_VERSION, hookimpl, hookspec
+from atom_core.plugin.ops import Kernel, KernelTable, Op, SelectedKernel, always_supported
+from atom_core.plugin.types import CacheRequirements, Claim, GraphSupport, KVCacheTensor, PluginInfo, Rewind
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "AtomSpecs",
+    "AttentionBatch",
+    "AttentionLayer",
+    "CacheRequirements",
+    "Claim",
+    "GraphSupport",
+    "HostDeviceBuffer",
+    "InterfaceLayer",
+    "KVCacheTensor",
+    "Kernel",
+    "KernelTable",
+    "LayoutPlugin",
+    "Op",
+    "PluginInfo",
+    "Rewind",
+    "SelectedKernel",
+    "Step",
+    "StepBuffers",
+    "TensorSpec",
+    "always_supported",
+    "hookimpl",
+    "hookspec",
+]
