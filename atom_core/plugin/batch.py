@@ -52,7 +52,7 @@ class StepBuffers:
         """Return the buffer `name`, made with this shape the first time.
 
         Args:
-            name: prefixed with the plugin's name by convention, `mha.split_lens`.
+            name: prefixed with the plugin's name by convention, `plugin.buffer`.
             shape: the largest that any step needs.
             dtype: element type.
             fill: what a new buffer holds.

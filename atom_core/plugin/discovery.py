@@ -200,7 +200,7 @@ def _distributions(path: Sequence[str]) -> list[_Distribution]:
                 f"version {distribution.version} at {distribution.location}; uninstall one, or take its "
                 f"directory off the path"
             )
-    return list(found.values())
+    return [found[name] for name in sorted(found)]
 
 
 def _name_and_version(metadata: Any, location: Path) -> tuple[str, str]:

@@ -137,10 +137,10 @@ def _check_info(name: str, manager: pluggy.PluginManager) -> PluginInfo:
     if not isinstance(info, PluginInfo):
         raise DiscoveryError(f"atom_plugin_info returned {info!r}, expected a PluginInfo")
     if info.contract_version != CONTRACT_VERSION:
-        older = "plugin" if info.contract_version < CONTRACT_VERSION else "atom-core"
+        older = "the plugin" if info.contract_version < CONTRACT_VERSION else "atom-core"
         raise DiscoveryError(
             f"it was written for version {info.contract_version} of the contract, this atom-core has version "
-            f"{CONTRACT_VERSION}; upgrade the {older}"
+            f"{CONTRACT_VERSION}; upgrade {older}"
         )
     if info.name != name:
         raise DiscoveryError(

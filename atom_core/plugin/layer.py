@@ -24,7 +24,7 @@ class AttentionLayer:
     Attributes:
         module_name: dotted name of the claimed module; set by the core at binding.
         step: the runner's step; set by the core at binding.
-        kv_cache: the layer's cache tensors; set by the core once they are allocated.
+        kv_cache: the layer's cache tensors; set by `bind` once they are allocated.
     """
 
     module_name: str = ""

@@ -27,8 +27,8 @@ class TensorSpec:
     """One named cache tensor, shared by layers of equal shape.
 
     Attributes:
-        field: the key in the layer's `KVCacheTensor`, for example `k_cache`. Layers of different shapes get
-            one spec each with the same field.
+        field: the key in the layer's `KVCacheTensor`, for example `k_cache`; no dots. Layers of different shapes
+            get one spec each with the same field.
         shape: per block or per slot, one layer.
         dtype: element type.
         layers: module names of the layers that own a row, in row order.
@@ -40,6 +40,10 @@ class TensorSpec:
     dtype: torch.dtype
     layers: tuple[str, ...]
     initial: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.field.isidentifier():
+            raise ValueError(f"the field of a cache tensor must be an identifier, found {self.field!r}")
 
     @property
     def unit_bytes(self) -> int:
@@ -110,7 +114,7 @@ class LayoutPlugin(ABC):
         max_num_batched_tokens: int,
         max_model_len: int,
     ) -> CacheRequirements:
-        """Declare requirements; `rewind` and `initial_values` are filled in from the class and the layout."""
+        """Declare requirements; `rewind` and `initial_values` come from the class and the layout: leave them out."""
         return CacheRequirements()
 
     @hookimpl
@@ -125,6 +129,8 @@ class LayoutPlugin(ABC):
     ) -> Mapping[str, CacheRequirements]:
         """Requirements of `requirements`, completed from class and layout."""
         own = self._own(layers)
+        if not own:
+            return {}
         found = self.requirements(
             own,
             model_config=model_config,

@@ -44,7 +44,7 @@ class Op:
     """Something that kernels compute, defined by its reference.
 
     Attributes:
-        name: `plugin.op`, for example `mha.paged_decode`.
+        name: `plugin.op`.
         reference: import path of the reference in plain torch; its parameters are the op's signature. It is
             also a kernel, named `reference`, of the lowest priority.
         tolerance: by dtype name, `(absolute, relative)` difference from the reference that a kernel may show.
@@ -199,7 +199,10 @@ class KernelTable:
         for kernel, owner in self.kernels[op]:
             if forced is not None and kernel.name != forced:
                 continue
-            verdict = kernel.supports(device, dtypes, facts)
+            try:
+                verdict = kernel.supports(device, dtypes, facts)
+            except Exception as error:
+                verdict = f"its supports failed: {type(error).__name__}: {error}"
             if verdict is True:
                 self.selected.setdefault(op, set()).add(kernel.name)
                 return SelectedKernel(op, kernel.name, owner, load_function(kernel.function))

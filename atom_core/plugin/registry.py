@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -247,11 +248,11 @@ class PluginRegistry:
                     f"{model_type!r}, which it did not register; registered: {_listed(registered)}. Requests are "
                     f"marked stateful from the registered model types alone: these would get no slot and read "
                     f"another request's state. Add {model_type!r} to what its atom_model_types returns: "
-                    f'{{"{name}": {sorted({*registered, model_type})!r}}}'
+                    f"{json.dumps({name: sorted({*registered, model_type})})}"
                 )
         return [
             f"{self.describe(name)} registered model type {model_type!r} as stateful, but has no per-request state "
-            f"for this model; a state group is leased to each of its requests all the same"
+            f"for this model; its requests are marked stateful all the same"
             for name, registered in self._stateful_model_types.items()
             if model_type in registered and per_req_bytes.get(name, 0) == 0
         ]

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from atom_core.plugin.markers import CONTRACT_VERSION
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,12 +22,12 @@ class PluginInfo:
     Attributes:
         name: the entry point's name; prefixes the plugin's tensors and ops.
         summary: one line for `atom plugins`.
-        contract_version: the contract that the plugin was written for.
+        contract_version: the contract that the plugin was written for: write the number, not `CONTRACT_VERSION`.
     """
 
     name: str
     summary: str
-    contract_version: int = CONTRACT_VERSION
+    contract_version: int
 
 
 @dataclass(frozen=True)

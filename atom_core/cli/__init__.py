@@ -1,0 +1,1 @@
+"""The `atom` command, one file per subcommand."""

@@ -1,0 +1,46 @@
+"""ScheduledBatch: what one step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atom_core.engine.sequence import Sequence
+
+__all__ = ["ScheduledBatch"]
+
+
+@dataclass
+class ScheduledBatch:
+    """The rows of one step: decodes first, then prefill chunks.
+
+    Attributes:
+        seqs: the sequences, one per row.
+        num_new_tokens: tokens that the row computes, at least 1.
+        num_decodes: the first rows, which decode (or verify drafts).
+        leased: sequences whose group was leased for this step; their state is to be initialised or restored
+            before the forward.
+        preempted: sequences that lost their cache while this step was scheduled.
+    """
+
+    seqs: list[Sequence] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)
+    num_decodes: int = 0
+    leased: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(self.num_new_tokens)
+
+    @property
+    def per_req_cache_groups(self) -> list[int]:
+        """The group of each row, -1 for a row without state."""
+        return [seq.per_req_cache_group for seq in self.seqs]
+
+    def completes(self, row: int) -> bool:
+        """Whether the row reaches its last known token, so that its logits give a new one."""
+        seq = self.seqs[row]
+        return seq.num_computed_tokens + self.num_new_tokens[row] >= seq.num_tokens

@@ -1,0 +1,228 @@
+"""Scheduler: which sequence computes which tokens in the next step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Literal
+
+from atom_core.cache.block_manager import BlockManager
+from atom_core.engine.scheduled_batch import ScheduledBatch
+from atom_core.engine.sequence import Sequence, SequenceStatus
+from atom_core.errors import EngineError, RequestError
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What bounds a step.
+
+    Attributes:
+        max_num_seqs: most rows.
+        max_num_batched_tokens: most tokens.
+        max_model_len: most tokens of a sequence.
+        prefill_chunk_tokens: most prompt tokens that one sequence computes in a step.
+        policy: `mixed`, or `prefill_first`: a step has either prefills or decodes.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    prefill_chunk_tokens: int | None = None
+    policy: Literal["mixed", "prefill_first"] = "mixed"
+
+    @property
+    def max_running(self) -> int:
+        """Most running sequences: no more than a step has tokens, so that each makes progress in every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+class Scheduler:
+    """Admits sequences in order of arrival, and preempts the latest when blocks run out.
+
+    `running` is in order of arrival, too: admission is first come, first served, and a preempted sequence goes
+    back to the front of the queue.
+    """
+
+    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
+        self.limits = limits
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence that passed `check`."""
+        self.waiting.append(seq)
+
+    def check(self, seq: Sequence) -> None:
+        """Refuse a sequence that can never be served.
+
+        Raises:
+            RequestError: it can never be served: no tokens, longer than the model allows, or larger than the
+                whole cache.
+        """
+        if seq.num_prompt_tokens == 0:
+            raise RequestError("the prompt is empty; give at least one token")
+        if seq.num_prompt_tokens >= self.limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {seq.num_prompt_tokens} tokens; with max_model_len {self.limits.max_model_len} "
+                f"at most {self.limits.max_model_len - 1} fit, since one must be generated"
+            )
+        reason = self.block_manager.can_never_allocate(seq.max_num_tokens, seq.has_per_req_cache)
+        if reason is not None:
+            raise RequestError(reason)
+
+    def cancel(self, seq: Sequence) -> None:
+        """Take an unfinished sequence out and release what it holds."""
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        elif seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
+        seq.finish("abort")
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the next step's rows.
+
+        Returns:
+            The batch; without rows only when there is no work.
+
+        Raises:
+            EngineError: there is work, but none can run.
+        """
+        batch = ScheduledBatch()
+        if self.limits.policy == "mixed":
+            budget = self._schedule_decodes(batch, self.limits.max_num_batched_tokens)
+            self._schedule_prefills(batch, budget)
+        else:
+            self._schedule_prefills(batch, self.limits.max_num_batched_tokens)
+            if not batch.seqs:
+                self._schedule_decodes(batch, self.limits.max_num_batched_tokens)
+        if not batch.seqs and self.has_work:
+            raise EngineError(
+                f"{len(self.waiting)} waiting and {len(self.running)} running sequences, but none can run; "
+                f"free blocks {self.block_manager.num_free_blocks}"
+            )
+        return batch
+
+    def postprocess(self, batch: ScheduledBatch, sampled: Rows[Rows[int]]) -> list[Sequence]:
+        """Take a finished step's tokens.
+
+        Args:
+            batch: the step's rows.
+            sampled: for each row the tokens that it gained: none for a chunk that does not complete, one for a
+                plain row, up to 1 + drafts for a row that verified.
+
+        Returns:
+            The sequences that finished.
+        """
+        finished = []
+        for seq, num_new, tokens in zip(batch.seqs, batch.num_new_tokens, sampled, strict=True):
+            verified = seq.num_draft_tokens > 0
+            seq.num_draft_tokens = 0
+            seq.num_computed_tokens += len(tokens) if verified else num_new
+            seq.num_accepted = len(tokens) if verified else 1
+            for token in tokens:
+                seq.append_token(token)
+                if self._finishes(seq, token):
+                    break
+            self.block_manager.publish(seq, min(seq.num_computed_tokens, seq.num_tokens))
+            if seq.status is SequenceStatus.FINISHED:
+                finished.append(seq)
+        for seq in finished:
+            self._release(seq)
+        return finished
+
+    def stop(self, seq: Sequence, reason: str | int | None) -> None:
+        """End a running sequence from outside, for example at a stop string."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
+            seq.finish("stop", reason)
+
+    def _schedule_decodes(self, batch: ScheduledBatch, budget: int) -> int:
+        decodes = [seq for seq in self.running if not seq.is_prefilling]
+        num_others = len(self.running)
+        for seq in decodes:
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            num_others -= 1
+            seq.num_draft_tokens = max(0, min(seq.num_draft_tokens, budget - num_others - 1))
+            if not self._grow(seq, batch):
+                continue
+            num_new = seq.num_tokens + seq.num_draft_tokens - seq.num_computed_tokens
+            batch.seqs.append(seq)
+            batch.num_new_tokens.append(num_new)
+            budget -= num_new
+        batch.num_decodes = len(batch.seqs)
+        return budget
+
+    def _grow(self, seq: Sequence, batch: ScheduledBatch) -> bool:
+        """Make room for the sequence's new tokens; drop its drafts, then preempt the latest arrivals."""
+        blocks = self.block_manager
+        if blocks.append(seq, seq.num_tokens + seq.num_draft_tokens):
+            return True
+        seq.num_draft_tokens = 0
+        while not blocks.append(seq, seq.num_tokens):
+            victim = self.running[-1]
+            self._preempt(victim, batch)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence, batch: ScheduledBatch) -> None:
+        if seq in batch.seqs:
+            raise EngineError(f"sequence {seq.id} would be preempted in the step that computes it")
+        self._release(seq)
+        seq.restart()
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(seq)
+        batch.preempted.append(seq)
+
+    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> None:
+        for seq in self.running:
+            if budget > 0 and seq.is_prefilling:
+                budget -= self._add_chunk(batch, seq, budget)
+        while budget > 0 and self.waiting and len(self.running) < self.limits.max_running and not batch.preempted:
+            seq = self.waiting[0]
+            reserve = len(self.running)
+            if not self.block_manager.can_allocate(seq, reserve_blocks=reserve):
+                break
+            self.waiting.popleft()
+            self.block_manager.allocate(seq)
+            seq.status = SequenceStatus.RUNNING
+            seq.prefill_target = seq.num_tokens
+            seq.row, seq.num_synced_blocks = self._free_rows.pop(), 0
+            self.running.append(seq)
+            if seq.per_req_cache_group >= 0:
+                batch.leased.append(seq)
+            budget -= self._add_chunk(batch, seq, budget)
+
+    def _add_chunk(self, batch: ScheduledBatch, seq: Sequence, budget: int) -> int:
+        start = seq.num_computed_tokens
+        end = min(seq.prefill_target, start + min(budget, self.limits.prefill_chunk_tokens or budget))
+        end = self.block_manager.next_boundary(seq, start, end)
+        batch.seqs.append(seq)
+        batch.num_new_tokens.append(end - start)
+        return end - start
+
+    def _finishes(self, seq: Sequence, token: int) -> bool:
+        if token in seq.stop_token_ids and seq.num_output_tokens > seq.params.min_tokens:
+            seq.finish("stop", None if token in seq.eos_token_ids else token)
+        elif seq.num_tokens >= seq.max_num_tokens:
+            seq.finish("length")
+        return seq.status is SequenceStatus.FINISHED
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.deallocate(seq)
+        self.running.remove(seq)
+        self._free_rows.append(seq.row)
+        seq.row = -1

@@ -1,0 +1,158 @@
+"""Sequence: one stream of tokens and what the cache holds of it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as TokenIds
+
+    from atom_core.engine.outputs import FinishReason
+    from atom_core.engine.sampling import Logprob, SamplingParams
+
+__all__ = ["Sequence", "SequenceStatus"]
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One stream of tokens: a prompt and what was generated from it.
+
+    Attributes:
+        id: unique in the engine, rising with arrival.
+        params: how to sample.
+        num_prompt_tokens: tokens of the prompt.
+        num_tokens: tokens known, prompt and output.
+        max_num_tokens: the sequence ends when it has this many.
+        num_computed_tokens: tokens whose cache entries exist.
+        num_cached_tokens: tokens that a prefix hit gave at the last admission.
+        prefill_target: tokens that prefill must compute before decoding goes on.
+        num_draft_tokens: draft tokens that lie behind the known ones, to be verified by the next step.
+        num_accepted: tokens kept from the previous step; 0 before the first.
+        block_table: blocks in order.
+        has_per_req_cache: the model type is registered as stateful; decided where the request is made.
+        per_req_cache_group: the leased group, -1 when none.
+        restore_checkpoint: the checkpoint that the state is restored from at the next step.
+        cache_salt: only sequences with the same salt share blocks.
+        use_prefix_cache: whether hits are allowed; not where logits of the whole prompt are wanted.
+        row: its row of the step's block tables while running, -1 else; given out by the scheduler.
+        num_synced_blocks: leading blocks of `block_table` that this row already has.
+    """
+
+    def __init__(
+        self,
+        sequence_id: int,
+        prompt_token_ids: TokenIds[int],
+        params: SamplingParams,
+        *,
+        max_num_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        has_per_req_cache: bool = False,
+        cache_salt: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.id = sequence_id
+        self.params = params
+        self.seed = seed
+        self.eos_token_ids = eos_token_ids
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self.max_num_tokens = max_num_tokens
+        self._buffer = np.zeros(self.num_prompt_tokens + 64, dtype=np.int32)
+        self._buffer[: self.num_prompt_tokens] = prompt_token_ids
+        self.last_token_id = int(self._buffer[self.num_prompt_tokens - 1])
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.prefill_target = self.num_tokens
+        self.num_draft_tokens = 0
+        self.num_accepted = 0
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.has_per_req_cache = has_per_req_cache
+        self.per_req_cache_group = -1
+        self.restore_checkpoint: int | None = None
+        self.cache_salt = cache_salt
+        self.use_prefix_cache = params.prompt_logprobs is None
+        self.row = -1
+        self.num_synced_blocks = 0
+        self.output_logprobs: list[dict[int, Logprob] | None] = []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] = []
+
+    @property
+    def token_ids(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """All known tokens, a view."""
+        return self._buffer[: self.num_tokens]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt's tokens."""
+        tokens: list[int] = self._buffer[: self.num_prompt_tokens].tolist()
+        return tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens."""
+        tokens: list[int] = self._buffer[self.num_prompt_tokens : self.num_tokens].tolist()
+        return tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens are still to be computed before decoding goes on."""
+        return self.num_computed_tokens < self.prefill_target
+
+    def tokens_between(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Tokens `start` to `end`, drafts behind the known ones included; a view."""
+        return self._buffer[start:end]
+
+    def append_token(self, token_id: int) -> None:
+        """Add a generated token."""
+        self._reserve(self.num_tokens + 1)
+        self._buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
+        self.last_token_id = token_id
+
+    def set_drafts(self, token_ids: TokenIds[int]) -> None:
+        """Put draft tokens behind the known ones."""
+        end = self.num_tokens + len(token_ids)
+        self._reserve(end)
+        self._buffer[self.num_tokens : end] = token_ids
+        self.num_draft_tokens = len(token_ids)
+
+    def restart(self) -> None:
+        """Forget what the cache held; every known token is to be computed again."""
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted = 0
+        self.prefill_target = self.num_tokens
+        self.status = SequenceStatus.WAITING
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End the sequence."""
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
+    def _reserve(self, num_tokens: int) -> None:
+        if num_tokens > len(self._buffer):
+            grown = np.zeros(max(num_tokens, 2 * len(self._buffer)), dtype=np.int32)
+            grown[: self.num_tokens] = self._buffer[: self.num_tokens]
+            self._buffer = grown

@@ -1,0 +1,1 @@
+"""Models: loading them with transformers, and binding their layers to plugins."""

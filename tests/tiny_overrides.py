@@ -1,0 +1,1 @@
+OVERRIDES: dict = {}
