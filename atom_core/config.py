@@ -55,6 +55,7 @@ class EngineConfig:
         max_num_batched_tokens: most tokens of one step.
         prefill_chunk_tokens: most prompt tokens that one request computes in a step; no bound when `None`.
         block_size: tokens per block; the least size that all plugins accept when `None`.
+        max_blocks: most blocks, however much memory there is; enough for all requests at full length when `None`.
         memory: bytes for weights, workspace and caches together (a number or `80GiB`); measured when `None`.
         cache_memory: bytes for the caches alone; overrides `memory`.
         memory_fraction: share of the free memory to use when neither of the two is given.
@@ -82,6 +83,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     prefill_chunk_tokens: int | None = None
     block_size: int | None = None
+    max_blocks: int | None = None
     memory: str | int | None = None
     cache_memory: str | int | None = None
     memory_fraction: float | None = None
@@ -98,7 +100,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("max_model_len", "prefill_chunk_tokens", "block_size"):
+        for name in ("max_model_len", "prefill_chunk_tokens", "block_size", "max_blocks"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
         for name in ("num_spec_tokens", "per_req_cache_equiv_blocks"):

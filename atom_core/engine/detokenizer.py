@@ -148,7 +148,6 @@ class _FastStream:
             return ""
         new = _decode(self._tokenizer, self._token_ids, self._skip)[self._text_length :]
         self._num_decoded = len(self._token_ids)
-        self._text_length += len(new)
         return new
 
 

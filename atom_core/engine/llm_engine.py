@@ -85,7 +85,7 @@ class LLMEngine:
             block_size=self.plan.block_size,
             num_blocks=self.plan.num_blocks,
             max_model_len=self.inspection.max_model_len,
-            num_per_req_cache_groups=self.plan.num_groups,
+            num_per_req_cache_groups=self._num_groups(),
             per_req_cache_equiv_blocks=config.per_req_cache_equiv_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             prefix_cacheable=all(need.prefix_cacheable for need in self.inspection.figures.requirements.values()),
@@ -194,6 +194,13 @@ class LLMEngine:
     def snapshot(self) -> dict[str, Any]:
         """Return the engine's figures: requests, tokens, times, cache occupancy and hits."""
         return self.stats.snapshot(self.scheduler)
+
+    def _num_groups(self) -> int:
+        """Groups of the plan; of a registered model type without state, one that costs nothing for each request."""
+        if self.inspection.has_state:
+            return self.plan.num_groups
+        registered = self.registry.is_stateful(self.inspection.model_config.model_type)
+        return self.config.max_num_seqs if registered else 0
 
     def _take(self, batch: ScheduledBatch, result: StepOutput) -> list[RequestOutput]:
         """Give a step's tokens to scheduler, text and requests."""

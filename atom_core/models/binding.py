@@ -31,7 +31,17 @@ ATTENTION_NAME = "atom"
 """Name under which transformers finds the core's attention function."""
 
 _CACHE_PARAMETERS = frozenset({"cache", "cache_params", "layer_past", "past_key_value", "past_key_values"})
-_NO_MEANING_HERE = frozenset({"position_ids", "use_cache", "output_attentions", "is_causal", "logits_to_keep"})
+_NO_MEANING_HERE = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "is_causal",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
+)
 
 
 @dataclass(frozen=True)

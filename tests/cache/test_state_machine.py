@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -23,10 +23,10 @@ PROMPTS = st.builds(
 CONFIGS = st.builds(
     CacheConfig,
     block_size=st.just(BLOCK_SIZE),
-    num_blocks=st.integers(5, 14),
+    num_blocks=st.integers(5, 20),
     max_model_len=st.just(64),
-    num_per_req_cache_groups=st.integers(0, 3),
-    per_req_cache_equiv_blocks=st.integers(0, 1),
+    num_per_req_cache_groups=st.integers(0, 4),
+    per_req_cache_equiv_blocks=st.sampled_from([0, 0, 1]),
     num_checkpoints=st.integers(0, 3),
     checkpoint_interval=st.sampled_from([None, 4, 8]),
     enable_prefix_caching=st.sampled_from([True, True, True, False]),
@@ -59,9 +59,13 @@ class CacheMachine(RuleBasedStateMachine):
             seq.per_req_cache_group,
         )
 
-    def pick(self, data, seqs):
-        """One of the sequences, or none if there is none: a rule that finds nothing to do does nothing."""
-        return data.draw(st.sampled_from(seqs)) if seqs else None
+    @property
+    def prefilling(self):
+        return [seq for seq in self.running if seq.num_computed_tokens < seq.num_tokens]
+
+    @property
+    def decoding(self):
+        return [seq for seq in self.running if seq.num_computed_tokens == seq.num_tokens]
 
     @rule(prompt=PROMPTS, stateful=st.booleans(), salt=st.sampled_from([None, None, None, "a"]))
     def submit(self, prompt, stateful, salt):
@@ -71,10 +75,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), reserve=st.integers(0, 2))
     def ask(self, data, reserve):
+        if self.waiting:
+            self.ask_for(data.draw(st.sampled_from(self.waiting)), reserve)
+
+    def ask_for(self, seq, reserve):
         """A remembered answer is the one that a sequence never seen before gets; asking changes nothing."""
-        seq = self.pick(data, self.waiting)
-        if seq is None:
-            return
         twin = PlainSequence(seq.tokens, has_per_req_cache=seq.has_per_req_cache, cache_salt=seq.cache_salt)
         before = self.observed(seq)
         answer = self.blocks.can_allocate(seq, reserve)
@@ -93,9 +98,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def allocate(self, data):
-        seq = self.pick(data, self.waiting)
-        if seq is not None:
-            self.admit(seq)
+        if self.waiting:
+            self.admit(data.draw(st.sampled_from(self.waiting)))
 
     def admit(self, seq):
         if not self.blocks.can_allocate(seq):
@@ -132,9 +136,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_tokens=st.integers(1, 12), publish_at_once=st.booleans())
     def compute(self, data, num_tokens, publish_at_once):
-        seq = self.pick(data, [seq for seq in self.running if seq.num_computed_tokens < seq.num_tokens])
-        if seq is not None:
-            self.compute_chunk(seq, num_tokens, publish_at_once)
+        if self.prefilling:
+            self.compute_chunk(data.draw(st.sampled_from(self.prefilling)), num_tokens, publish_at_once)
 
     @rule(chunk_tokens=st.integers(3, 12))
     def compute_all(self, chunk_tokens):
@@ -178,9 +181,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
     def generate(self, data, tokens):
-        seq = self.pick(data, [seq for seq in self.running if seq.num_computed_tokens == seq.num_tokens])
-        if seq is None:
-            return
+        if self.decoding:
+            self.generate_tokens(data.draw(st.sampled_from(self.decoding)), tokens)
+
+    def generate_tokens(self, seq, tokens):
         num_tokens = seq.num_tokens + len(tokens)
         if self.blocks.can_never_allocate(num_tokens, seq.has_per_req_cache) is not None:
             return
@@ -199,9 +203,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), comes_back=st.booleans())
     def release(self, data, comes_back):
-        seq = self.pick(data, self.running)
-        if seq is None:
-            return
+        if self.running:
+            self.release_sequence(data.draw(st.sampled_from(self.running)), comes_back)
+
+    def release_sequence(self, seq, comes_back):
         self.running.remove(seq)
         self.blocks.deallocate(seq)
         self.blocks.deallocate(seq)
@@ -211,11 +216,29 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel(self, data):
-        seq = self.pick(data, self.waiting)
-        if seq is None:
-            return
-        self.waiting.remove(seq)
-        self.blocks.deallocate(seq)
+        if self.waiting:
+            seq = data.draw(st.sampled_from(self.waiting))
+            self.waiting.remove(seq)
+            self.blocks.deallocate(seq)
+
+    def act(self, random):
+        kind = random.choice("submit admit admit compute compute compute generate release publish".split())
+        if kind == "submit" and len(self.waiting) < 5:
+            own = [random.randrange(3) for _ in range(random.randint(1, 6))]
+            prompt = [random.randrange(2)] * random.randint(0, 14) + own
+            self.submit(prompt, random.random() < 0.6, random.choice([None, None, None, "a"]))
+        elif kind == "admit" and self.waiting:
+            seq = random.choice(self.waiting)
+            self.ask_for(seq, random.randrange(3))
+            self.admit(seq)
+        elif kind == "compute" and self.prefilling:
+            self.compute_chunk(random.choice(self.prefilling), random.randint(1, 12), random.random() < 0.7)
+        elif kind == "generate" and self.decoding:
+            self.generate_tokens(random.choice(self.decoding), [random.randrange(2)] * random.randint(1, 6))
+        elif kind == "release" and self.running:
+            self.release_sequence(random.choice(self.running), random.random() < 0.4)
+        elif kind == "publish":
+            self.publish_checkpoint()
 
     @invariant()
     def every_block_and_group_is_somewhere_once(self):
@@ -229,7 +252,18 @@ class CacheMachine(RuleBasedStateMachine):
         assert expected == list(range(self.config.num_per_req_cache_groups))
 
 
+@given(config=CONFIGS, hash_function=HASH_FUNCTIONS, random=st.randoms(use_true_random=True))
+@settings(max_examples=60, deadline=None)
+def test_long_stories(config, hash_function, random):
+    """Single rules are too short a story for contents to be shared, evicted and made again."""
+    machine = CacheMachine()
+    machine.start(config, hash_function)
+    for _ in range(300):
+        machine.act(random)
+        machine.every_block_and_group_is_somewhere_once()
+
+
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
-    max_examples=50, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

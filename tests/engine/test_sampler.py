@@ -100,7 +100,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(-24, 24), min_size=12, max_size=12), PARAMS, TOKENS, TOKENS)
 def test_all_filters_together_equal_their_definitions(quarters, params, prompt, output):
     logits = [quarter / 4 + 0.01 for quarter in quarters]
