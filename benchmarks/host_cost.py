@@ -10,11 +10,11 @@ import torch
 
 from atom_core.cache.block_manager import BlockManager
 from atom_core.cache.config import CacheConfig
-from atom_core.engine.batch_builder import BatchBuilder, BatchShape, StateLayout
+from atom_core.engine.batch_builder import BatchBuilder, StateLayout
 from atom_core.engine.sampling import SamplingParams
 from atom_core.engine.scheduler import Scheduler, SchedulerLimits
 from atom_core.engine.sequence import Sequence
-from atom_core.plugin import Rewind, StepBuffers
+from atom_core.plugin import Rewind, StepBuffers, StepLimits
 
 BLOCK_SIZE = 16
 
@@ -31,9 +31,9 @@ def measure(num_seqs: int, context: int, num_steps: int, stateful: bool) -> dict
     )
     limits = SchedulerLimits(num_seqs, num_seqs * context, max_model_len)
     scheduler = Scheduler(limits, BlockManager(config))
-    shape = BatchShape(num_seqs, limits.max_num_batched_tokens, blocks_per_seq, BLOCK_SIZE)
+    step_limits = StepLimits(num_seqs, limits.max_num_batched_tokens, blocks_per_seq, BLOCK_SIZE)
     states = {"state": StateLayout(1, Rewind.SLOTS)} if stateful else {}
-    builder = BatchBuilder(shape, states, StepBuffers(torch.device("cpu")))
+    builder = BatchBuilder(states, StepBuffers(step_limits, torch.device("cpu")))
     params = SamplingParams(max_tokens=None, temperature=0)
     for index in range(num_seqs):
         prompt = [(index * 7919 + position * 31) % 50000 for position in range(context)]

@@ -211,6 +211,9 @@ def main() -> int:
             results.append(result)
             print(f"{result.status:8} {result.model_type}  {result.reason}", flush=True)
     print(f"{len(results)} types in {time.monotonic() - start:.0f} s")
+    if not any(result.status == "works" for result in results):
+        print("nothing works: are the plugins installed? `atom plugins` says", file=sys.stderr)
+        return 1
     if not options.only:
         options.output.write_text(table(results), encoding="utf-8")
     return 1 if any(result.status in ("wrong", "failed") for result in results) else 0

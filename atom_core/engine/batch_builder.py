@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from atom_core.engine.scheduled_batch import ScheduledBatch
 
-__all__ = ["BatchBuilder", "BatchShape", "StateLayout", "StepInputs"]
+__all__ = ["BatchBuilder", "StateLayout", "StepInputs"]
 
 Array = np.ndarray[Any, Any]
 
@@ -32,23 +32,6 @@ class StateLayout:
 
     slots_per_req: int
     rewind: Rewind
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """The largest step.
-
-    Attributes:
-        max_num_seqs: most rows.
-        max_num_tokens: most tokens.
-        max_blocks_per_seq: most blocks of a row.
-        block_size: tokens per block.
-    """
-
-    max_num_seqs: int
-    max_num_tokens: int
-    max_blocks_per_seq: int
-    block_size: int
 
 
 @dataclass(frozen=True)
@@ -73,8 +56,9 @@ class BatchBuilder:
     added, so that the work of a step does not grow with the tokens generated before.
     """
 
-    def __init__(self, shape: BatchShape, states: Mapping[str, StateLayout], buffers: StepBuffers) -> None:
-        self._shape = shape
+    def __init__(self, states: Mapping[str, StateLayout], buffers: StepBuffers) -> None:
+        shape = buffers.limits
+        self._block_size = shape.block_size
         self._states = dict(states)
         rows, tokens = shape.max_num_seqs, shape.max_num_tokens
         self._table: Array = np.zeros((rows, shape.max_blocks_per_seq), dtype=np.int32)
@@ -123,7 +107,7 @@ class BatchBuilder:
         self._positions.host[:num_tokens] = positions
         self._fill_input_ids(scheduled, starts)
 
-        block_size = self._shape.block_size
+        block_size = self._block_size
         token_blocks = self._table[np.repeat(table_rows, new_tokens), positions // block_size]
         self._slot_mapping.host[:num_tokens] = token_blocks.astype(np.int64) * block_size + positions % block_size
 
@@ -187,7 +171,7 @@ class BatchBuilder:
             max_query_len=int(new_tokens.max()),
             max_decode_query_len=int(new_tokens[:num_decodes].max()) if num_decodes else 0,
             max_seq_len=max_seq_len,
-            block_size=self._shape.block_size,
+            block_size=self._block_size,
             query_start_loc=self._query_start_loc.upload(num_seqs + 1),
             query_start_loc_host=self._query_start_loc.host[: num_seqs + 1],
             seq_lens=self._seq_lens.upload(num_seqs),

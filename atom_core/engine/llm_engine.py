@@ -13,8 +13,9 @@ from atom_core.cache.block_manager import BlockManager
 from atom_core.cache.config import CacheConfig
 from atom_core.cache.tensors import allocate_caches
 from atom_core.config import EngineConfig
-from atom_core.engine.batch_builder import BatchBuilder, BatchShape, StateLayout
+from atom_core.engine.batch_builder import BatchBuilder, StateLayout
 from atom_core.engine.io_processor import InputOutputProcessor, Request
+from atom_core.engine.memory import available_bytes
 from atom_core.engine.model_runner import ModelRunner, StepOutput
 from atom_core.engine.outputs import RequestOutput
 from atom_core.engine.scheduled_batch import ScheduledBatch
@@ -24,9 +25,10 @@ from atom_core.engine.startup import Inspection, inspect_model, make_registry
 from atom_core.engine.stats import EngineStats
 from atom_core.errors import ConfigError, RequestError
 from atom_core.models.binding import LayerProbe, bind_layers, claim_layers
+from atom_core.models.cpu_linear import prepare_linears
 from atom_core.models.loader import load_model, load_tokenizer
 from atom_core.models.rotary import fix_rotary_scaling
-from atom_core.plugin import Rewind, Step, StepBuffers
+from atom_core.plugin import Rewind, Step, StepBuffers, StepLimits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -256,6 +258,8 @@ def _make_runner(
     claimed = claim_layers(model, registry, model_config, config.tensor_parallel_size)
     step = Step()
     bind_layers(model, claimed, step)
+    if device.type == "cpu":
+        prepare_linears(model, claimed.replaced, available_bytes(device) // 4)
     caches = allocate_caches(
         inspection.hooks,
         claimed.layers,
@@ -274,19 +278,19 @@ def _make_runner(
         for plugin, num_bytes in inspection.figures.slot_bytes.items()
         if num_bytes
     }
-    shape = BatchShape(
+    step_limits = StepLimits(
         max_num_seqs=limits.max_num_seqs,
         max_num_tokens=limits.max_num_batched_tokens,
         max_blocks_per_seq=-(-inspection.max_model_len // plan.block_size),
         block_size=plan.block_size,
     )
-    buffers = StepBuffers(device)
+    buffers = StepBuffers(step_limits, device)
     runner = ModelRunner(
         model,
         claimed.layers,
         inspection.hooks,
         step,
-        BatchBuilder(shape, states, buffers),
+        BatchBuilder(states, buffers),
         buffers,
         caches,
         vocab_size=model_config.vocab_size,

@@ -58,6 +58,11 @@ class ClaimedLayers:
     modules: dict[str, nn.Module]
     owners: dict[str, str]
 
+    @property
+    def replaced(self) -> frozenset[str]:
+        """Names of the modules that a layer replaces, rather than serves through the attention interface."""
+        return frozenset(layer.module_name for layer in self.layers if isinstance(layer, nn.Module))
+
 
 def register_attention_interface() -> None:
     """Make transformers call the bound layers for models whose attention implementation is `atom`.
@@ -231,21 +236,30 @@ def _outside_claimed(model: nn.Module, claimed: dict[str, nn.Module]) -> Iterato
         stack.extend(reversed(children))
 
 
-def _decoder_layers(model: nn.Module, model_config: PreTrainedConfig) -> list[tuple[str, nn.Module]]:
-    """The decoder layers: the children of the first module list as long as the config says."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == model_config.num_hidden_layers:
-            return [(f"{name}.{index}", child) for index, child in enumerate(module)]
-    raise ClaimError(
-        f"{type(model).__name__} has no list of {model_config.num_hidden_layers} decoder layers "
-        "(config.num_hidden_layers), so it cannot be proved that every layer has an owner"
-    )
+def _decoder_layers(
+    model: nn.Module, model_config: PreTrainedConfig, claimed: dict[str, nn.Module]
+) -> list[tuple[str, nn.Module]]:
+    """The decoder layers: children of the outermost module lists that hold claimed modules.
+
+    Where nothing is claimed, the first list that is as long as the config says.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    holding = [name for name in lists if any(owned.startswith(name + ".") for owned in claimed)]
+    outermost = [name for name in holding if not any(name.startswith(other + ".") for other in holding)]
+    expected = model_config.num_hidden_layers
+    found = outermost or [name for name, module in lists.items() if len(module) == expected][:1]
+    if not found:
+        raise ClaimError(
+            f"{type(model).__name__} has no list of {expected} decoder layers (config.num_hidden_layers), so it cannot "
+            "be proved that every layer has an owner"
+        )
+    return [(f"{name}.{index}", child) for name in found for index, child in enumerate(lists[name])]
 
 
 def _check_decoder_layers(
     model: nn.Module, registry: PluginRegistry, model_config: PreTrainedConfig, claimed: dict[str, nn.Module]
 ) -> None:
-    for layer_name, layer in _decoder_layers(model, model_config):
+    for layer_name, layer in _decoder_layers(model, model_config, claimed):
         if not any(name == layer_name or name.startswith(layer_name + ".") for name in claimed):
             name, suspect = _suspect(layer_name, layer)
             raise ClaimError(_unclaimed_message(name, suspect, registry, "no plugin claims it"))

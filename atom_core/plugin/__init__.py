@@ -1,6 +1,6 @@
 """The contract: everything that a plugin may import beside `atom_core`, `atom_core.errors` and the kit."""
 
-from atom_core.plugin.batch import AttentionBatch, HostDeviceBuffer, Step, StepBuffers
+from atom_core.plugin.batch import AttentionBatch, HostDeviceBuffer, Step, StepBuffers, StepLimits
 from atom_core.plugin.hookspecs import AtomSpecs
 from atom_core.plugin.layer import AttentionLayer, InterfaceLayer
 from atom_core.plugin.layout import LayoutPlugin, TensorSpec
@@ -28,6 +28,7 @@ __all__ = [
     "SelectedKernel",
     "Step",
     "StepBuffers",
+    "StepLimits",
     "TensorSpec",
     "always_supported",
     "hookimpl",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["AttentionBatch", "HostDeviceBuffer", "Step", "StepBuffers"]
+__all__ = ["AttentionBatch", "HostDeviceBuffer", "Step", "StepBuffers", "StepLimits"]
 
 
 class HostDeviceBuffer:
@@ -41,10 +41,32 @@ class HostDeviceBuffer:
         return self.device[:num_rows]
 
 
-class StepBuffers:
-    """Named persistent buffers, made at first use and kept at one address."""
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step.
 
-    def __init__(self, device: torch.device) -> None:
+    Attributes:
+        max_num_seqs: most rows.
+        max_num_tokens: most tokens.
+        max_blocks_per_seq: most blocks of a row.
+        block_size: tokens per block.
+    """
+
+    max_num_seqs: int
+    max_num_tokens: int
+    max_blocks_per_seq: int
+    block_size: int
+
+
+class StepBuffers:
+    """Named persistent buffers, made at first use and kept at one address.
+
+    Attributes:
+        limits: the largest step, which a buffer's shape must hold.
+    """
+
+    def __init__(self, limits: StepLimits, device: torch.device) -> None:
+        self.limits = limits
         self._device = device
         self._buffers: dict[str, HostDeviceBuffer] = {}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atom_core.errors import AtomError
-from atom_core.plugin import AttentionBatch, StepBuffers
+from atom_core.plugin import AttentionBatch, StepBuffers, StepLimits
 from atom_core.plugin.manager import HOOKS, hook_arguments
 from atom_core.plugin.registry import PluginRegistry
 from tests.plugin.sites import REPOSITORY, Site, importable, plugin_source
@@ -109,7 +109,9 @@ def test_the_examples_together_are_a_plugin_that_goes_from_discovery_to_a_step()
     assert claim.layer.kv_cache is bound
     assert bound.k_cache.isnan().all()
 
-    metadata = hooks.build_metadata((claim.layer,), batch_of(seq_lens=[5, 7], num_computed=[4, 0]), StepBuffers(CPU))
+    metadata = hooks.build_metadata(
+        (claim.layer,), batch_of(seq_lens=[5, 7], num_computed=[4, 0]), StepBuffers(StepLimits(4, 64, 16, 4), CPU)
+    )
     assert metadata["toy"].tolist() == [1, 7]
     hooks.step_finished({})
     assert toy.num_steps == 1

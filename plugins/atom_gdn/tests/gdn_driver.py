@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from atom_core.plugin import AttentionBatch, KernelTable, Step, StepBuffers
+from atom_core.plugin import AttentionBatch, KernelTable, Step, StepBuffers, StepLimits
 
 BLOCK_SIZE = 16
 
@@ -73,7 +73,7 @@ class Driver:
             self.plugin.atom_build_kv_cache_tensor(
                 layer, self.layers, config, self.state, kernels, BLOCK_SIZE, torch.float32, spec
             )
-        self.buffers = StepBuffers(device)
+        self.buffers = StepBuffers(StepLimits(64, 8192, 1024, 16), device)
 
     def lease(self, group: int, tokens: list[int]) -> Request:
         """A new request: its base slot holds initial values, its other slots whatever was there."""

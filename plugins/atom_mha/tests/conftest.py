@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atom_core.errors import LayerError
-from atom_core.plugin import AttentionBatch, KernelTable, Step, StepBuffers
+from atom_core.plugin import AttentionBatch, KernelTable, Step, StepBuffers, StepLimits
 from atom_mha.ops import KERNELS, OPS
 from atom_mha.plugin import plugin
 
@@ -63,6 +63,7 @@ SPECIAL = {
     "mellum": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "ministral": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "phi": {"qk_layernorm": True},
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -153,7 +154,7 @@ class FlatModel:
         register_attention()
         self.model, self.claims = model, claim_all(model, config)
         self.layers = list(self.claims.layers.values())
-        self.buffers = StepBuffers(torch.device("cpu"))
+        self.buffers = StepBuffers(StepLimits(64, 8192, 1024, 16), torch.device("cpu"))
         table = KernelTable.build([(op, "mha") for op in OPS], [(kernel, "mha") for kernel in KERNELS])
         common = {"layers": self.layers, "model_config": config, "block_size": BLOCK, "cache_dtype": dtype}
         tensors = plugin.atom_allocate_kv_cache_tensors(**common, num_blocks=num_blocks, device=torch.device("cpu"))
@@ -253,7 +254,7 @@ def flat_logits(flat: FlatModel, prompts):
             first = flat.computed.get(number, 0)
             rows.append((number, prompts[number][first : first + count], decode))
         found = flat.run(rows)
-        for (number, tokens, _), part in zip(rows, found.split([len(tokens) for _, tokens, _ in rows]), strict=True):
+        for (number, _tokens, _), part in zip(rows, found.split([len(tokens) for _, tokens, _ in rows]), strict=True):
             logits[number].append(part)
     return {number: torch.cat(parts) for number, parts in logits.items()}
 

@@ -25,6 +25,7 @@ REFUSED = {
     "hrm_text": "takes 'cycle_offset'",
     "inkling_text": "'position_bias'",
     "minimax_m3_vl_text": "'block_indices'",
+    "zamba2": "takes 'layer_idx'",
 }
 FOREIGN_CLASSES = {
     "deepseek_v3": "DeepseekV3Attention",

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 __all__ = ["decode", "prefill", "prefill_paged", "write_kv"]
 
-_GROUP_KEYS = 4096
+_GROUP_KEYS = 1024
 """Most keys, padding included, that a group of decode rows gathers."""
 _GROUP_PADDING = 1.5
 """Most keys of a group, padding included, per key without."""
