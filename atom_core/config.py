@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from atom_core.errors import ConfigError
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "EngineConfig", "parse_bytes"]
+__all__ = ["DEFAULT_BLOCK_SIZE", "DEFAULT_SPEC_TOKENS", "EngineConfig", "parse_bytes"]
 
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_SPEC_TOKENS = 4
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -60,8 +61,14 @@ class EngineConfig:
         cache_memory: bytes for the caches alone; overrides `memory`.
         memory_fraction: share of the free memory to use when neither of the two is given.
         enable_prefix_caching: share blocks between requests with equal prefixes.
+        state_checkpoint_share: share of the memory left after the running requests' state that checkpoints of state
+            get; without any, requests of a model with state never start from cached blocks.
+        state_checkpoint_interval: tokens between regular checkpoints, rounded up to whole blocks; prompts are cut
+            there, so a small one costs steps and memory. `None` keeps the ends of prompts only.
         scheduling_policy: `mixed` runs decodes and prefill chunks in one step, `prefill_first` never does.
-        num_spec_tokens: most draft tokens per request and step.
+        speculation: how to guess tokens that a step then verifies: `ngram`, the name of a plugin's proposer, or a
+            `Proposer`; `None` for not at all. The tokens are the same either way.
+        num_spec_tokens: most draft tokens per request and step; 4 where speculation is on and nothing else was said.
         per_req_cache_equiv_blocks: blocks charged per stateful request; 0 because the pool reserves state bytes.
         kernels: forced kernels, op name to kernel name.
         plugins: the only plugins to use, or `None` for all that are installed.
@@ -88,7 +95,10 @@ class EngineConfig:
     cache_memory: str | int | None = None
     memory_fraction: float | None = None
     enable_prefix_caching: bool = True
+    state_checkpoint_share: float = 0.5
+    state_checkpoint_interval: int | None = 2048
     scheduling_policy: Literal["mixed", "prefill_first"] = "mixed"
+    speculation: Any = None
     num_spec_tokens: int = 0
     per_req_cache_equiv_blocks: int = 0
     kernels: Mapping[str, str] = field(default_factory=dict)
@@ -100,11 +110,15 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("max_model_len", "prefill_chunk_tokens", "block_size", "max_blocks"):
+        for name in ("max_model_len", "prefill_chunk_tokens", "block_size", "max_blocks", "state_checkpoint_interval"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
         for name in ("num_spec_tokens", "per_req_cache_equiv_blocks"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        if self.speculation is not None and self.num_spec_tokens == 0:
+            object.__setattr__(self, "num_spec_tokens", DEFAULT_SPEC_TOKENS)
+        share = self.state_checkpoint_share
+        _require(0 <= share <= 1, "state_checkpoint_share", share, "from 0 to 1")
         fraction = self.memory_fraction
         _require(fraction is None or 0 < fraction <= 1, "memory_fraction", fraction, "above 0 and at most 1")
         _require(

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.tiny_overrides import OVERRIDES
 
-__all__ = ["MODEL_TYPES", "reference_generate", "tiny_config", "tiny_model"]
+__all__ = ["MODEL_TYPES", "reference_generate", "reference_outputs", "tiny_config", "tiny_model"]
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -38,7 +38,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (
         _HEADS,
         "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads "
-        "num_decoder_attention_heads swa_num_attention_heads index_n_heads linear_num_heads linear_num_value_heads "
+        "num_decoder_attention_heads swa_num_attention_heads linear_num_heads linear_num_value_heads "
         "encoder_attention_heads num_encoder_attention_heads",
     ),
     (_KV_HEADS, "num_key_value_heads num_kv_heads num_query_groups swa_num_key_value_heads linear_num_key_heads"),
@@ -70,7 +70,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
         32,
         "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
         "moe_shared_expert_intermediate_size shared_experts_intermediate_size q_lora_rank kv_lora_rank o_lora_rank "
-        "moe_latent_size",
+        "moe_latent_size index_n_heads",  # with few heads many scores are exactly 0, and the top k is arbitrary
     ),
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts time_step_rank mamba_dt_rank"),
     (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k num_selected_experts top_k_experts zero_expert_num"),
@@ -136,16 +136,31 @@ def enliven(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-@torch.no_grad()
 def reference_generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
     """Greedy continuations by transformers' `generate`, one prompt at a time, with its own cache."""
+    return [tokens for tokens, _ in reference_outputs(model, prompts, num_tokens)]
+
+
+@torch.no_grad()
+def reference_outputs(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[tuple[list[int], list[float]]]:
+    """As `reference_generate`, each token with its logprob."""
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         result = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, num_beams=1
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=num_tokens,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        outputs.append(result[0, len(prompt) :].tolist())
+        tokens = result.sequences[0, len(prompt) :]
+        logprobs = torch.cat(result.logits).float().log_softmax(-1).gather(1, tokens[:, None])
+        outputs.append((tokens.tolist(), logprobs[:, 0].tolist()))
     return outputs
 
 

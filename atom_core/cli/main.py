@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 import atom_core
@@ -20,6 +19,9 @@ from atom_core.cli.plugins import plugins
 from atom_core.errors import AtomError
 
 __all__ = ["app", "main"]
+
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
+"""`ClickException`: typer exports only its subclasses, and brings a click of its own from 0.26 on."""
 
 app = typer.Typer(
     name="atom",
@@ -55,15 +57,11 @@ def main() -> None:
     debug = "--debug" in sys.argv
     try:
         code = app(standalone_mode=False)
-    except click.ClickException as error:
+    except (AtomError, _USAGE_ERROR) as error:
         if debug:
             raise
-        _fail(error.format_message())
-    except AtomError as error:
-        if debug:
-            raise
-        _fail(str(error))
-    except (KeyboardInterrupt, click.Abort):
+        _fail(str(error) if isinstance(error, AtomError) else error.format_message())
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

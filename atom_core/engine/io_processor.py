@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from atom_core.engine.sampling import SamplingParams
 
-__all__ = ["InputOutputProcessor", "Request"]
+__all__ = ["InputOutputProcessor", "Request", "StopFound"]
 
 _SEED_MASK = 2**64 - 1
 _SAMPLE_STRIDE = 0x9E3779B97F4A7C15
@@ -51,6 +51,19 @@ class Request:
     def finished(self) -> bool:
         """Whether every sample has ended."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class StopFound:
+    """A stop string in a sample's text.
+
+    Attributes:
+        text: the stop string.
+        num_tokens: output tokens up to the one that completed it.
+    """
+
+    text: str
+    num_tokens: int
 
 
 class InputOutputProcessor:
@@ -123,7 +136,7 @@ class InputOutputProcessor:
             request.detokenizers.append(Detokenizer(self.tokenizer, params) if self.tokenizer is not None else None)
         return request
 
-    def take_tokens(self, request: Request, index: int, token_ids: list[int]) -> str | None:
+    def take_tokens(self, request: Request, index: int, token_ids: list[int]) -> StopFound | None:
         """Turn new tokens of one sample into text.
 
         Returns:
@@ -135,7 +148,9 @@ class InputOutputProcessor:
         seq = request.seqs[index]
         stopped_by_token = seq.finish_reason == "stop" and not request.params.include_stop_str_in_output
         detokenizer.append(token_ids[:-1] if stopped_by_token else token_ids)
-        return detokenizer.finished_by
+        if detokenizer.finished_by is None:
+            return None
+        return StopFound(detokenizer.finished_by, detokenizer.num_tokens)
 
     def output(self, request: Request) -> RequestOutput:
         """The request's result so far."""

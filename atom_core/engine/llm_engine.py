@@ -21,7 +21,9 @@ from atom_core.engine.outputs import RequestOutput
 from atom_core.engine.scheduled_batch import ScheduledBatch
 from atom_core.engine.scheduler import Scheduler, SchedulerLimits
 from atom_core.engine.sequence import Sequence, SequenceStatus
+from atom_core.engine.speculation import make_speculator
 from atom_core.engine.startup import Inspection, inspect_model, make_registry
+from atom_core.engine.state_mover import StateMover
 from atom_core.engine.stats import EngineStats
 from atom_core.errors import ConfigError, RequestError
 from atom_core.models.binding import LayerProbe, bind_layers, claim_layers
@@ -90,7 +92,9 @@ class LLMEngine:
             num_per_req_cache_groups=self._num_groups(),
             per_req_cache_equiv_blocks=config.per_req_cache_equiv_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
-            prefix_cacheable=all(need.prefix_cacheable for need in self.inspection.figures.requirements.values()),
+            num_checkpoints=self._num_checkpoints(),
+            checkpoint_interval=self.inspection.checkpoint_interval,
+            prefix_cacheable=self.inspection.figures.prefix_cacheable,
         )
         limits = SchedulerLimits(
             max_num_seqs=min(config.max_num_seqs, self.plan.num_groups)
@@ -103,6 +107,7 @@ class LLMEngine:
         )
         self.scheduler = Scheduler(limits, BlockManager(self.cache_config))
         self.runner = _make_runner(model, config, self.registry, self.inspection, self.plan, limits)
+        self.speculator = make_speculator(self.inspection)
         self.stats = EngineStats()
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, int]] = {}
@@ -176,19 +181,22 @@ class LLMEngine:
             The requests that finished in it.
         """
         started = time.perf_counter()
+        if self.speculator is not None:
+            self.speculator.set_drafts(self.scheduler.running)
         batch = self.scheduler.schedule()
         if not batch.seqs:
             return []
         scheduled = time.perf_counter()
         result = self.runner.run(batch)
         ran = time.perf_counter()
+        num_known = sum(seq.num_tokens for seq in batch.seqs)
         finished = self._take(batch, result)
         self.stats.count_step(
             batch,
             result,
-            schedule_seconds=scheduled - started,
-            run_seconds=ran - scheduled,
-            finish_seconds=time.perf_counter() - ran,
+            self.scheduler,
+            num_generated=sum(seq.num_tokens for seq in batch.seqs) - num_known,
+            seconds=(scheduled - started, ran - scheduled, time.perf_counter() - ran),
         )
         self.runner.step_finished(self.stats.last_step)
         return finished
@@ -204,6 +212,10 @@ class LLMEngine:
         registered = self.registry.is_stateful(self.inspection.model_config.model_type)
         return self.config.max_num_seqs if registered else 0
 
+    def _num_checkpoints(self) -> int:
+        """Checkpoints of the plan; where there is no state, one for each block costs nothing."""
+        return self.plan.num_checkpoints if self.inspection.has_state else self.plan.num_blocks
+
     def _take(self, batch: ScheduledBatch, result: StepOutput) -> list[RequestOutput]:
         """Give a step's tokens to scheduler, text and requests."""
         for row, (seq, prompt_logprobs) in enumerate(zip(batch.seqs, result.prompt_logprobs, strict=True)):
@@ -214,6 +226,10 @@ class LLMEngine:
                 seq.output_logprobs.extend(result.logprobs[row])
         known = [seq.num_tokens for seq in batch.seqs]
         self.scheduler.postprocess(batch, result.token_ids)
+        self.runner.save_states(batch.saves)
+        self.scheduler.states_saved(batch)
+        for seq in batch.seqs:
+            del seq.output_logprobs[seq.num_output_tokens :]
         now = time.monotonic()
         ended: dict[str, Request] = {}
         for seq, before in zip(batch.seqs, known, strict=True):
@@ -233,15 +249,17 @@ class LLMEngine:
             request.metrics.first_token_time = now
             request.metrics.num_cached_tokens = seq.num_cached_tokens
         request.metrics.num_preemptions = seq.num_preemptions
-        tokens = seq.token_ids[before:].tolist()
-        stop_string = self.io.take_tokens(request, index, tokens)
-        if stop_string is not None and (seq.status is not SequenceStatus.FINISHED or seq.finish_reason == "length"):
-            self.scheduler.stop(seq, stop_string)
+        stop = self.io.take_tokens(request, index, seq.token_ids[before:].tolist())
+        if stop is not None and (seq.finish_reason != "stop" or stop.num_tokens < seq.num_output_tokens):
+            seq.truncate(seq.num_prompt_tokens + stop.num_tokens)
+            self.scheduler.stop(seq, stop.text)
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.id]
         for seq in request.seqs:
             self._owners.pop(seq.id, None)
+            if self.speculator is not None:
+                self.speculator.release(seq)
 
 
 def _make_runner(
@@ -292,9 +310,8 @@ def _make_runner(
         step,
         BatchBuilder(states, buffers),
         buffers,
-        caches,
+        StateMover(caches, states, plan.num_groups),
         vocab_size=model_config.vocab_size,
-        slots_per_req={plugin: state.slots_per_req for plugin, state in states.items()},
         device=device,
     )
     with LayerProbe(claimed):

@@ -19,10 +19,9 @@ from atom_core.plugin import AttentionLayer, Step, StepBuffers
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from atom_core.cache.tensors import CacheTensors
     from atom_core.engine.sampling import Logprob
-    from atom_core.engine.scheduled_batch import ScheduledBatch
-    from atom_core.engine.sequence import Sequence
+    from atom_core.engine.scheduled_batch import CheckpointSave, ScheduledBatch
+    from atom_core.engine.state_mover import StateMover
     from atom_core.plugin.model_hooks import ModelHooks
 
 __all__ = ["ModelRunner", "StepOutput"]
@@ -49,7 +48,7 @@ class _WantedLogits:
 
     Attributes:
         indices: flat token index of each.
-        sampled_rows: rows that sample.
+        sampled_rows: the row of each token to sample; a row that verifies drafts has one for each and one more.
         sampled_at: for each of them, the place in `indices`.
         prompt_rows: `(row, first place in indices, count)` of rows that report prompt logprobs.
     """
@@ -65,6 +64,7 @@ class ModelRunner:
 
     Attributes:
         step: what the layers hold a reference to.
+        states: what fills and copies the slots of per-request state.
     """
 
     def __init__(
@@ -75,10 +75,9 @@ class ModelRunner:
         step: Step,
         builder: BatchBuilder,
         buffers: StepBuffers,
-        caches: CacheTensors,
+        states: StateMover,
         *,
         vocab_size: int,
-        slots_per_req: dict[str, int],
         device: torch.device,
     ) -> None:
         self._model = model
@@ -87,8 +86,7 @@ class ModelRunner:
         self.step = step
         self._builder = builder
         self._buffers = buffers
-        self._caches = caches
-        self._slots_per_req = slots_per_req
+        self.states = states
         self._device = device
         self._sampler = Sampler(vocab_size, device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -100,7 +98,7 @@ class ModelRunner:
         Args:
             scheduled: at least one row.
         """
-        self._prepare_state(scheduled.leased)
+        self.states.prepare(scheduled.leased)
         inputs = self._builder.build(scheduled)
         metadata = self._hooks.build_metadata(layers=self._layers, batch=inputs.batch, buffers=self._buffers)
         wanted = _wanted_logits(scheduled, inputs.batch.query_start_loc_host)
@@ -111,20 +109,14 @@ class ModelRunner:
             self.step.end()
         return self._sample(scheduled, wanted, logits)
 
+    @torch.inference_mode()
+    def save_states(self, saves: Rows[CheckpointSave]) -> None:
+        """Copy states that the last step made; call it before the next."""
+        self.states.save(saves)
+
     def step_finished(self, stats: Mapping[str, Any]) -> None:
         """Tell the plugins that observe."""
         self._hooks.step_finished(stats)
-
-    def _prepare_state(self, leased: Rows[Sequence]) -> None:
-        """Give every newly leased group its initial values, before the first forward that reads it."""
-        if not leased:
-            return
-        self._caches.initialize_slots(
-            {
-                plugin: [seq.per_req_cache_group * count + offset for seq in leased for offset in range(count)]
-                for plugin, count in self._slots_per_req.items()
-            }
-        )
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, indices: np.ndarray[Any, Any]) -> Tensor:
         """Return logits, [len(indices), vocab_size]."""
@@ -144,11 +136,11 @@ class ModelRunner:
         if wanted.sampled_rows:
             at = wanted.sampled_at
             chosen = logits if len(at) == len(logits) else logits[torch.tensor(at, device=self._device)]
-            rows = [_sampling_row(scheduled.seqs[row]) for row in wanted.sampled_rows]
-            sampled = self._sampler(chosen, rows)
+            sampled = self._sampler(chosen, _sampling_rows(scheduled, wanted.sampled_rows))
             for row, token_id, logprobs in zip(wanted.sampled_rows, sampled.token_ids, sampled.logprobs, strict=True):
                 output.token_ids[row].append(token_id)
                 output.logprobs[row].append(logprobs)
+            _drop_after_mismatch(scheduled, output)
         for row, first, count in wanted.prompt_rows:
             seq = scheduled.seqs[row]
             start = seq.num_computed_tokens + 1
@@ -161,11 +153,11 @@ class ModelRunner:
 
 def _wanted_logits(scheduled: ScheduledBatch, query_start_loc: np.ndarray[Any, Any]) -> _WantedLogits:
     num_decodes = scheduled.num_decodes
-    indices = [query_start_loc[1 : num_decodes + 1].astype(np.int64) - 1]
-    sampled_rows = list(range(num_decodes))
-    sampled_at = list(range(num_decodes))
+    place = int(query_start_loc[num_decodes])
+    indices = [np.arange(place, dtype=np.int64)]
+    sampled_rows = np.repeat(np.arange(num_decodes), scheduled.num_new_tokens[:num_decodes]).tolist()
+    sampled_at = list(range(place))
     prompt_rows = []
-    place = num_decodes
     for row in range(num_decodes, len(scheduled.seqs)):
         seq, count = scheduled.seqs[row], scheduled.num_new_tokens[row]
         start = int(query_start_loc[row])
@@ -187,13 +179,41 @@ def _wanted_logits(scheduled: ScheduledBatch, query_start_loc: np.ndarray[Any, A
     return _WantedLogits(np.concatenate(indices), sampled_rows, sampled_at, prompt_rows)
 
 
-def _sampling_row(seq: Sequence) -> SamplingRow:
-    tokens = seq.token_ids
-    return SamplingRow(
-        params=seq.params,
-        seed=seq.seed,
-        prompt_token_ids=tokens[: seq.num_prompt_tokens],
-        output_token_ids=tokens[seq.num_prompt_tokens :],
-        position=seq.num_output_tokens,
-        eos_token_ids=seq.eos_token_ids,
-    )
+def _sampling_rows(scheduled: ScheduledBatch, sampled_rows: Rows[int]) -> list[SamplingRow]:
+    """Rows for the sampler; a token behind drafts is chosen as if they had been chosen before it.
+
+    A draw depends on seed and position alone, so a token is the one that would be drawn without speculation. A draft
+    is accepted exactly where that is the draft itself, which for a certain guess is rejection sampling (Leviathan et
+    al., arXiv:2211.17192, with all of q on one token): it holds with the draft's probability.
+    """
+    rows: list[SamplingRow] = []
+    previous, num_drafts = -1, 0
+    for row in sampled_rows:
+        num_drafts = num_drafts + 1 if row == previous else 0
+        previous = row
+        seq = scheduled.seqs[row]
+        rows.append(
+            SamplingRow(
+                params=seq.params,
+                seed=seq.seed,
+                prompt_token_ids=seq.tokens_between(0, seq.num_prompt_tokens),
+                output_token_ids=seq.tokens_between(seq.num_prompt_tokens, seq.num_tokens + num_drafts),
+                position=seq.num_output_tokens + num_drafts,
+                eos_token_ids=seq.eos_token_ids,
+            )
+        )
+    return rows
+
+
+def _drop_after_mismatch(scheduled: ScheduledBatch, output: StepOutput) -> None:
+    """Keep of each verified row the accepted drafts and the token after them."""
+    for row in range(scheduled.num_decodes):
+        seq = scheduled.seqs[row]
+        if not seq.num_draft_tokens:
+            continue
+        drafts = seq.tokens_between(seq.num_tokens, seq.num_tokens + seq.num_draft_tokens).tolist()
+        tokens = output.token_ids[row]
+        num_kept = 1
+        while num_kept <= len(drafts) and tokens[num_kept - 1] == drafts[num_kept - 1]:
+            num_kept += 1
+        del tokens[num_kept:], output.logprobs[row][num_kept:]

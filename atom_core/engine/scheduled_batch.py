@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atom_core.engine.sequence import Sequence
 
-__all__ = ["ScheduledBatch"]
+__all__ = ["CheckpointSave", "ScheduledBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSave:
+    """One state to keep.
+
+    Attributes:
+        checkpoint_id: where to copy it.
+        group: the group that made it.
+        token: which of its row's tokens the state is after, where each writes a slot of its own; 0 for a chunk.
+    """
+
+    checkpoint_id: int
+    group: int
+    token: int
 
 
 @dataclass
@@ -21,6 +36,7 @@ class ScheduledBatch:
         num_decodes: the first rows, which decode (or verify drafts).
         leased: sequences whose group was leased for this step; their state is to be initialised or restored
             before the forward.
+        saves: states to copy behind the forward, before anything else is scheduled; known once its tokens are.
         preempted: sequences that lost their cache while this step was scheduled.
     """
 
@@ -28,6 +44,7 @@ class ScheduledBatch:
     num_new_tokens: list[int] = field(default_factory=list)
     num_decodes: int = 0
     leased: list[Sequence] = field(default_factory=list)
+    saves: list[CheckpointSave] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
     @property

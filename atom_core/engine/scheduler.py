@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atom_core.cache.block_manager import BlockManager
-from atom_core.engine.scheduled_batch import ScheduledBatch
+from atom_core.engine.scheduled_batch import CheckpointSave, ScheduledBatch
 from atom_core.engine.sequence import Sequence, SequenceStatus
 from atom_core.errors import EngineError, RequestError
 
@@ -114,7 +114,9 @@ class Scheduler:
         return batch
 
     def postprocess(self, batch: ScheduledBatch, sampled: Rows[Rows[int]]) -> list[Sequence]:
-        """Take a finished step's tokens.
+        """Take a finished step's tokens, and decide which of its states to keep in `batch.saves`.
+
+        Copy these, then call `states_saved`, both before the next step is scheduled.
 
         Args:
             batch: the step's rows.
@@ -125,7 +127,13 @@ class Scheduler:
             The sequences that finished.
         """
         finished = []
-        for seq, num_new, tokens in zip(batch.seqs, batch.num_new_tokens, sampled, strict=True):
+        for seq in batch.leased:
+            if seq.restore_checkpoint is not None:
+                self.block_manager.restored(seq)
+        block_size = self.block_manager.block_size
+        rows = enumerate(zip(batch.seqs, batch.num_new_tokens, sampled, strict=True))
+        for row, (seq, num_new, tokens) in rows:
+            start = seq.num_computed_tokens
             verified = seq.num_draft_tokens > 0
             seq.num_draft_tokens = 0
             seq.num_computed_tokens += len(tokens) if verified else num_new
@@ -134,18 +142,25 @@ class Scheduler:
                 seq.append_token(token)
                 if self._finishes(seq, token):
                     break
-            self.block_manager.publish(seq, min(seq.num_computed_tokens, seq.num_tokens))
+            end = min(seq.num_computed_tokens, seq.num_tokens)
+            if end // block_size > start // block_size:
+                self._keep(batch, row, start, end)
             if seq.status is SequenceStatus.FINISHED:
                 finished.append(seq)
         for seq in finished:
             self._release(seq)
         return finished
 
+    def states_saved(self, batch: ScheduledBatch) -> None:
+        """Let the step's checkpoints be found; their copies are enqueued behind the forward that made the states."""
+        for save in batch.saves:
+            self.block_manager.states.publish_checkpoint(save.checkpoint_id)
+
     def stop(self, seq: Sequence, reason: str | int | None) -> None:
-        """End a running sequence from outside, for example at a stop string."""
+        """End a sequence from outside, for example at a stop string; one that has just ended otherwise, too."""
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
-            seq.finish("stop", reason)
+        seq.finish("stop", reason)
 
     def _schedule_decodes(self, batch: ScheduledBatch, budget: int) -> int:
         decodes = [seq for seq in self.running if not seq.is_prefilling]
@@ -213,6 +228,22 @@ class Scheduler:
         batch.seqs.append(seq)
         batch.num_new_tokens.append(end - start)
         return end - start
+
+    def _keep(self, batch: ScheduledBatch, row: int, start: int, end: int) -> None:
+        """Publish the blocks that a row's tokens `start` to `end` filled, and reserve checkpoints of its states.
+
+        A chunk leaves the state after its last token only, a decode row the states after each.
+        """
+        seq, blocks = batch.seqs[row], self.block_manager
+        if seq.per_req_cache_group >= 0 and blocks.states.num_checkpoints:
+            size, decodes = blocks.block_size, row < batch.num_decodes
+            first = start // size * size + size if decodes else end
+            for boundary in range(first, end + 1, size):
+                checkpoint_id = blocks.take_checkpoint(seq, boundary)
+                if checkpoint_id is not None:
+                    token = boundary - start - 1 if decodes else 0
+                    batch.saves.append(CheckpointSave(checkpoint_id, seq.per_req_cache_group, token))
+        blocks.publish(seq, end)
 
     def _finishes(self, seq: Sequence, token: int) -> bool:
         if token in seq.stop_token_ids and seq.num_output_tokens > seq.params.min_tokens:

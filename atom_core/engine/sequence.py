@@ -136,6 +136,12 @@ class Sequence:
         self._buffer[self.num_tokens : end] = token_ids
         self.num_draft_tokens = len(token_ids)
 
+    def truncate(self, num_tokens: int) -> None:
+        """Drop generated tokens behind the first `num_tokens`, because the sequence ended there."""
+        self.num_tokens = num_tokens
+        self.last_token_id = int(self._buffer[num_tokens - 1])
+        del self.output_logprobs[self.num_output_tokens :]
+
     def restart(self) -> None:
         """Forget what the cache held; every known token is to be computed again."""
         self.num_computed_tokens = 0

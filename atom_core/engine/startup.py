@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from atom_core.cache.plan import CacheFigures, CachePlan, choose_block_size, plan_cache
 from atom_core.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from atom_core.engine.memory import cache_budget_bytes
+from atom_core.engine.speculation import check_rewind
 from atom_core.errors import ConfigError
 from atom_core.models.binding import ClaimedLayers, claim_layers
 from atom_core.models.loader import build_meta_model, resolve_config, resolve_device, resolve_dtype, weight_bytes
@@ -61,19 +62,43 @@ class Inspection:
         """Whether requests of this model need a group."""
         return self.figures.group_bytes > 0
 
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Tokens between regular state checkpoints, whole blocks."""
+        interval = self.config.state_checkpoint_interval
+        return None if interval is None else -(-interval // self.block_size) * self.block_size
+
     def plan(self) -> CachePlan:
         """Plan the caches for the memory that the config names, or that is free now.
 
         Raises:
             CapacityError: the smallest useful cache does not fit.
         """
-        return plan_cache(
+        plan = plan_cache(
             self.figures,
             budget_bytes=cache_budget_bytes(self.config, self.device, self.weight_bytes),
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             max_blocks=self.config.max_blocks,
+            checkpoint_share=self.config.state_checkpoint_share if self.config.enable_prefix_caching else 0.0,
+        )
+        return replace(plan, warnings=(*plan.warnings, *self._why_no_hits(plan)))
+
+    def _why_no_hits(self, plan: CachePlan) -> tuple[str, ...]:
+        """Say why no request can start from cached blocks, where the user asked for it and it cannot be."""
+        if not self.config.enable_prefix_caching:
+            return ()
+        unable = [name for name, needs in self.figures.requirements.items() if not needs.prefix_cacheable]
+        if unable:
+            owners = ", ".join(self.registry.describe(name) for name in unable)
+            return (f"no prefix cache hits: {owners} cannot start from cached blocks",)
+        if not self.has_state or plan.num_checkpoints:
+            return ()
+        return (
+            f"no prefix cache hits: there are no checkpoints of per-request state; one takes "
+            f"{plan.checkpoint_bytes:,} bytes, and state_checkpoint_share {self.config.state_checkpoint_share} of what "
+            f"is left of {plan.budget_bytes:,} bytes does not hold any; raise the memory or the share",
         )
 
 
@@ -113,7 +138,7 @@ def inspect_model(config: EngineConfig, registry: PluginRegistry) -> Inspection:
         slot_bytes=slot_bytes,
         slots_per_req=slots_per_req,
     )
-    return Inspection(
+    inspection = Inspection(
         config=config,
         registry=registry,
         model_config=model_config,
@@ -127,11 +152,13 @@ def inspect_model(config: EngineConfig, registry: PluginRegistry) -> Inspection:
         weight_bytes=weight_bytes(model),
         warnings=tuple(warnings),
     )
+    check_rewind(config, inspection)
+    return inspection
 
 
 def _max_model_len(config: EngineConfig, model_config: PreTrainedConfig) -> int:
-    limits = [value for name in _LENGTH_FIELDS if isinstance(value := getattr(model_config, name, None), int)]
-    limit = limits[0] if limits else None
+    lengths = [getattr(model_config, name, None) for name in _LENGTH_FIELDS]
+    limit = next((length for length in lengths if isinstance(length, int) and length > 0), None)
     if config.max_model_len is None:
         if limit is None:
             raise ConfigError(

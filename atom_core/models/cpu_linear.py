@@ -1,4 +1,4 @@
-"""Linear layers prepared once for the CPU: weights in the layouts that its matrix products are fastest with."""
+"""Linear layers prepared once for the CPU: weights packed as its matrix products are fastest with."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ROWS_HINT = 16
 
 
 class PreparedLinear(nn.Module):
-    """`nn.Linear` with its weight laid out anew, one way for a single row and another for many.
+    """`nn.Linear` with its weight packed for oneDNN, which reads it once and in order.
 
-    A single row is bound by memory: a transposed float32 weight is read once, in order. Many rows are bound by
-    arithmetic: oneDNN gets the weight packed. Where the CPU has no instructions for bfloat16 or float16, products of
-    these dtypes are several times slower than float32's: they are computed in float32 then, and rounded once.
+    Where the CPU has no instructions for bfloat16 or float16, products of many rows in these dtypes are several times
+    slower than float32's: they are computed in float32 then, and rounded once. A single row is bound by memory, and
+    half the bytes win: it takes the weight as it was.
 
     Args:
         linear: the layer; on the CPU.
@@ -29,19 +29,9 @@ class PreparedLinear(nn.Module):
         self._dtype = linear.weight.dtype
         self._compute_dtype = self._dtype if _has_instructions(self._dtype) else torch.float32
         weight = linear.weight.detach().to(self._compute_dtype).contiguous()
-        self._single = weight.t().contiguous().t() if self._compute_dtype is torch.float32 else weight
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
-        self._bias = None if linear.bias is None else linear.bias.detach().to(self._compute_dtype)
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight, [out_features, in_features] in the layer's dtype, for code that reads it."""
-        return self._single.to(self._dtype)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias, [out_features] in the layer's dtype."""
-        return None if self._bias is None else self._bias.to(self._dtype)
+        self._packed_bias = None if linear.bias is None else linear.bias.detach().to(self._compute_dtype)
+        self._original = None if self._dtype is torch.float32 else linear
 
     def forward(self, states: Tensor) -> Tensor:
         """Return `states @ weight.T + bias` in the layer's dtype.
@@ -49,11 +39,10 @@ class PreparedLinear(nn.Module):
         Args:
             states: [..., in_features]
         """
+        if self._original is not None and states.numel() == self.in_features:
+            return functional.linear(states, self._original.weight, self._original.bias)
         rows = states.to(self._compute_dtype)
-        if rows.numel() == self.in_features:
-            output = functional.linear(rows, self._single, self._bias)
-        else:
-            output = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._packed_bias, "none", [], "")
         return output.to(self._dtype)
 
 
@@ -77,7 +66,7 @@ def prepare_linears(model: nn.Module, skip: frozenset[str], budget_bytes: int) -
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
     ]
-    needed = sum(2 * child.weight.numel() * max(4, child.weight.element_size()) for _, _, child in found)
+    needed = sum(4 * child.weight.numel() for _, _, child in found)
     if needed > budget_bytes:
         return 0
     for parent, name, child in found:

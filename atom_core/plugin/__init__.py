@@ -6,6 +6,7 @@ from atom_core.plugin.layer import AttentionLayer, InterfaceLayer
 from atom_core.plugin.layout import LayoutPlugin, TensorSpec
 from atom_core.plugin.markers import CONTRACT_VERSION, hookimpl, hookspec
 from atom_core.plugin.ops import Kernel, KernelTable, Op, SelectedKernel, always_supported
+from atom_core.plugin.proposer import DraftRequest, Proposer
 from atom_core.plugin.types import CacheRequirements, Claim, GraphSupport, KVCacheTensor, PluginInfo, Rewind
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionLayer",
     "CacheRequirements",
     "Claim",
+    "DraftRequest",
     "GraphSupport",
     "HostDeviceBuffer",
     "InterfaceLayer",
@@ -24,6 +26,7 @@ __all__ = [
     "LayoutPlugin",
     "Op",
     "PluginInfo",
+    "Proposer",
     "Rewind",
     "SelectedKernel",
     "Step",

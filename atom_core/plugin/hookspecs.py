@@ -76,7 +76,11 @@ class AtomSpecs:
 
     @hookspec
     def atom_proposers(self) -> Mapping[str, str]:
-        """Bring speculative proposers: name to import path of a factory. Called at discovery."""
+        """Bring speculative proposers. Called when the engine looks for the proposer that the user named.
+
+        Returns:
+            The proposer's name to the import path of its factory, which makes a `Proposer`.
+        """
 
     @hookspec
     def atom_tensor_parallel_plan(self, model_config: PreTrainedConfig, tp_size: int) -> Mapping[str, Any]:

@@ -52,7 +52,7 @@ def test_groups_are_reused_with_initial_values(make_llm, greedy, expected):
 
 def test_poisoned_caches_change_nothing(make_llm, greedy, expected):
     llm = make_llm()
-    caches = llm.engine.runner._caches
+    caches = llm.engine.runner.states.caches
     for tensor in (*caches.paged.values(), *caches.state.values()):
         tensor.fill_(math.nan)
     assert tokens(llm.generate(PROMPTS, greedy())) == expected

@@ -92,12 +92,19 @@ def test_paged_ops_on_random_rows(lens, chosen, shape, block_size, shuffled, see
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), options, shapes, st.integers(0, 1000))
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=4).filter(any), options, shapes, st.integers(0, 1000))
 def test_prefill_on_random_rows(query_lens, chosen, shape, seed):
     names = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
     inputs = prefill_case(
         seed, CPU, torch.float64, query_lens=query_lens, **dict(zip(names, shape, strict=True)), **chosen
     )
+    assert_equal_kernels(torch_cpu.prefill, reference.prefill, inputs, ("out",), (1e-9, 1e-9))
+
+
+@pytest.mark.parametrize("chosen", [{"sinks": True}, {"soft_cap": 2.0}, {"v_head_dim": 8}, {"window": 3}], ids=str)
+def test_rows_without_tokens_among_chunks_change_nothing(chosen):
+    """Spelt-out attention (sinks, soft-cap, values unlike keys) divides its memory by the number of keys."""
+    inputs = prefill_case(2, CPU, torch.float64, query_lens=[0, 9, 0, 0, 20, 0], **chosen)
     assert_equal_kernels(torch_cpu.prefill, reference.prefill, inputs, ("out",), (1e-9, 1e-9))
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from atom_core import LLM
-from atom_core.plugin import AttentionBatch, KernelTable, Step
+from atom_core import LLM, hookimpl
+from atom_core.plugin import AttentionBatch, KernelTable, PluginInfo, Step
 from atom_core.plugin.registry import PluginRegistry
 from atom_mha.plugin import plugin as mha_plugin
 from atom_mimo.layer import FullLayer, Heads, WindowLayer
@@ -77,9 +77,32 @@ def build_model(name, seed=0, **changes):
     return model
 
 
-def make_llm(model, **options):
-    """An engine on a copy of the model."""
-    registry = PluginRegistry.of({"mimo": plugin, "mha": mha_plugin})
+class Poisoner:
+    """Fills new caches with NaN."""
+
+    @hookimpl
+    def atom_plugin_info(self):
+        return PluginInfo("poisoner", "NaN in new caches.", contract_version=1)
+
+    @hookimpl(wrapper=True)
+    def atom_allocate_kv_cache_tensors(self):
+        return poison((yield))
+
+    @hookimpl(wrapper=True)
+    def atom_allocate_per_req_cache(self):
+        return poison((yield))
+
+
+def poison(answers):
+    """Fill the tensors of all answers with NaN."""
+    for tensor in [tensor for tensors in answers for tensor in tensors.values()]:
+        tensor.fill_(torch.nan)
+    return answers
+
+
+def make_llm(model, plugins=None, **options):
+    """An engine on a copy of the model, with more plugins if given."""
+    registry = PluginRegistry.of({"mimo": plugin, "mha": mha_plugin, **(plugins or {})})
     options = {"skip_tokenizer": True, "cache_memory": "64MB", "max_num_seqs": 8, **options}
     return LLM(copy.deepcopy(model), registry=registry, **options)
 

@@ -95,15 +95,22 @@ def test_a_step_of_decodes_and_chunks_equals_each_alone(tools, window):
 def test_padding_rows_change_nothing(tools, window):
     driver = tools.Driver(window)
     sequences = [tools.Sequence.random(20, group, seed=group) for group in (0, 2)]
-    driver.run(*(tools.Row(sequence, 10) for sequence in sequences), padding_rows=2, padding_tokens=2)
+    driver.run(*(tools.Row(sequence, 10) for sequence in sequences), padding_tokens=2)
     before = {name: tensor.clone() for name, tensor in driver.tensors.items()}
-    found = driver.run(*(tools.Row(sequence, 1, decode=True) for sequence in sequences), padding_rows=2)
+    rows = [tools.Row(sequence, 1, decode=True) for sequence in sequences]
+    found = driver.run(*rows, padding_rows=2, padding_tokens=2)
     for sequence, output in zip(sequences, found, strict=True):
         torch.testing.assert_close(output, driver.expected(sequence)[10:11], **TOLERANCE)
-    changed = sum(
-        int((tensor.nan_to_num() != before[name].nan_to_num()).sum()) for name, tensor in driver.tensors.items()
-    )
-    assert changed == 2 * tools.HEADS.row_elements
+    changes = [tensor.nan_to_num() != before[name].nan_to_num() for name, tensor in driver.tensors.items()]
+    assert sum(int(changed.sum()) for changed in changes) == 2 * tools.HEADS.row_elements
+
+
+@pytest.mark.parametrize("kernel", [None, "reference"], ids=["torch_cpu", "reference"])
+def test_padding_rows_beside_chunks_change_nothing(tools, kernel):
+    driver = tools.Driver(8, kernel=kernel)
+    sequence = tools.Sequence.random(20, group=1)
+    found = torch.cat([driver.run(tools.Row(sequence, 10), padding_rows=2)[0] for _ in range(2)])
+    torch.testing.assert_close(found, driver.expected(sequence), **TOLERANCE)
 
 
 def test_a_reused_slot_shows_nothing_of_the_request_before(tools):

@@ -1,7 +1,5 @@
 """Whole models through the engine: tokens and prompt logprobs are transformers' own, in float32."""
 
-import math
-
 import pytest
 import torch
 
@@ -76,10 +74,7 @@ def test_no_schedule_and_no_kernel_changes_tokens(tools, hybrid, options):
 
 def test_poisoned_caches_change_nothing(tools, hybrid):
     model, prompts, expected = hybrid
-    llm = tools.make_llm(model, prefill_chunk_tokens=7)
-    caches = llm.engine.runner._caches
-    for tensor in (*caches.paged.values(), *caches.state.values()):
-        tensor.fill_(math.nan)
+    llm = tools.make_llm(model, plugins={"poisoner": tools.Poisoner()}, prefill_chunk_tokens=7)
     assert tokens(llm.generate(prompts, greedy(24))) == expected
 
 

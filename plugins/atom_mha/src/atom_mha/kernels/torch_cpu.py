@@ -137,6 +137,8 @@ def prefill(
     """Chunks without a cached prefix attend to their own keys; see `reference.prefill`."""
     starts = query_start_loc.tolist()
     for start, end in pairwise(starts):
+        if start == end:
+            continue
         tokens = slice(start, end)
         _attend_row(query[tokens], key[tokens], value[tokens], 0, out[tokens], scaling, window, chunk, soft_cap, sinks)
 

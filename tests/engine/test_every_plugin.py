@@ -1,0 +1,87 @@
+"""The fast paths on every plugin's tiny models: each gives the tokens of transformers' own cache."""
+
+import pytest
+
+from atom_core import LLM, SamplingParams
+from tests.engine.proposers import Replay, garbage
+from tests.tiny_models import reference_generate, tiny_model
+
+MODEL_TYPES = ["llama", "gemma3_text", "deepseek_v3", "qwen3_next", "mimo_v2_flash"]
+BLOCK, NUM_TOKENS = 4, 3
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
+
+
+def prompt_of(length, seed=0):
+    return [(index * index * 7 + index * 3 + seed) % 120 for index in range(length)]
+
+
+LONG_PROMPTS = [prompt_of(3), prompt_of(17, 1), prompt_of(40, 2), [5, 6, 7] * 9]
+
+
+def tokens(outputs):
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module", params=MODEL_TYPES)
+def model_type(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def block_size(model_type):
+    """The least block that the model's plugins accept."""
+    llm = make_llm(model_type, block_size=None)
+    return llm.engine.plan.block_size if llm.engine.plan.block_size > 16 else BLOCK
+
+
+@pytest.fixture(scope="module")
+def answers(model_type, block_size):
+    """What transformers answers to prompts of 1 to four blocks and one token."""
+    model = tiny_model(model_type)
+    prompts = {length: prompt_of(length) for length in range(1, 4 * block_size + 2)}
+    return dict(zip(prompts, reference_generate(model, list(prompts.values()), NUM_TOKENS), strict=True))
+
+
+def make_llm(model_type, **options):
+    defaults = {"cache_memory": "128MB", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return LLM(tiny_model(model_type), skip_tokenizer=True, **{**defaults, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefill_chunk_tokens": 3, "max_blocks": 34},
+        {"prefill_chunk_tokens": 8, "state_checkpoint_interval": 8, "max_blocks": 34},
+    ],
+    ids=str,
+)
+def test_a_prefix_hit_equals_cold(model_type, block_size, answers, options):
+    llm = make_llm(model_type, block_size=block_size, **options)
+    for use in range(3):
+        outputs = llm.generate([prompt_of(length) for length in answers], GREEDY)
+        assert tokens(outputs) == list(answers.values()), use
+        if use == 2 and "max_blocks" not in options:
+            hits = [output.metrics.num_cached_tokens for output in outputs]
+            assert hits == [(length - 1) // block_size * block_size for length in answers]
+    assert llm.stats()["hit_rate"] > 0.25
+
+
+@pytest.fixture(scope="module")
+def long_answers(model_type):
+    return reference_generate(tiny_model(model_type), LONG_PROMPTS, 14)
+
+
+@pytest.mark.parametrize("kind", ["right", "garbage", "between", "ngram"])
+def test_speculation_changes_no_token(model_type, long_answers, kind):
+    known = [[*prompt, *answer] for prompt, answer in zip(LONG_PROMPTS, long_answers, strict=True)]
+    proposers = {
+        "ngram": "ngram",
+        "right": Replay(known),
+        "garbage": garbage(vocab_size=120),
+        "between": Replay(known, wrong=0.3, vary=True, vocab_size=120),
+    }
+    llm = make_llm(model_type, speculation=proposers[kind], num_spec_tokens=3, prefill_chunk_tokens=7)
+    assert tokens(llm.generate(LONG_PROMPTS, SamplingParams(max_tokens=14, temperature=0))) == long_answers
+    if kind == "right":
+        assert llm.stats()["num_accepted_tokens"] == llm.stats()["num_draft_tokens"] > 0
