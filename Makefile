@@ -12,7 +12,7 @@ demo: $(INSTALLED)  ## a real model answers a question
 		--max-tokens 64 --max-model-len 2048 --cache-memory 1GiB --show-plan
 
 test: $(INSTALLED)  ## all tests of the core and the plugins
-	$(BIN)/python -m pytest tests $(PLUGINS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests $(PLUGINS)
 
 lint: $(INSTALLED)  ## format, style, types, imports
 	$(BIN)/ruff format --check .

@@ -62,7 +62,7 @@ def test_salted_requests_share_nothing():
 
 @pytest.mark.slow
 def test_the_demo_model():
-    """SmolLM2-135M-Instruct with its real weights, against transformers on the same weights."""
+    """SmolLM2-135M-Instruct with its real weights, against transformers on the same weights; one ends by itself."""
     from transformers import AutoModelForCausalLM
 
     from atom_core import EngineConfig
@@ -81,6 +81,7 @@ def test_the_demo_model():
         "Once upon a time, in a small village by the sea, there lived an old fisherman who every morning",
     ]
     prompts = [llm.engine.io.tokenizer(text)["input_ids"] for text in texts]
-    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=32, temperature=0)
     found = [list(output.outputs[0].token_ids) for output in llm.generate(texts, params)]
-    assert found == reference_generate(reference, prompts, 32)
+    assert found == [list(tokens) for tokens in reference_generate(reference, prompts, 32)]
+    assert min(map(len, found)) < 32
