@@ -61,7 +61,7 @@ COMMON = {"layers": LAYERS, "model_config": None}
 specs = st.lists(
     st.builds(
         TensorSpec,
-        field=st.sampled_from(["k_cache", "v_cache", "h", "h.deep"]),
+        field=st.sampled_from(["k_cache", "v_cache", "h", "h_deep"]),
         shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
         dtype=st.sampled_from(DTYPES),
         layers=st.lists(st.sampled_from(NAMES), unique=True).map(tuple),
