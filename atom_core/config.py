@@ -95,7 +95,7 @@ class EngineConfig:
     cache_memory: str | int | None = None
     memory_fraction: float | None = None
     enable_prefix_caching: bool = True
-    state_checkpoint_share: float = 0.5
+    state_checkpoint_share: float = 0.75
     state_checkpoint_interval: int | None = 2048
     scheduling_policy: Literal["mixed", "prefill_first"] = "mixed"
     speculation: Any = None

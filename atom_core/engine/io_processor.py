@@ -33,6 +33,7 @@ class Request:
         prompt_token_ids: the prompt's tokens.
         params: how to sample.
         seqs: one per sample.
+        held: samples that wait until the first one has computed the prompt, to start from its blocks and its state.
         metrics: times and counts.
         detokenizers: one per sample, `None` without a tokenizer.
         error: why the request failed.
@@ -44,6 +45,7 @@ class Request:
     params: SamplingParams
     metrics: RequestMetrics
     seqs: list[Sequence] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer | None] = field(default_factory=list)
     error: str | None = None
 

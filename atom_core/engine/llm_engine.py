@@ -145,8 +145,11 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
         request = self.io.make_request(request_id, prompt, params, cache_salt)
         self.scheduler.check(request.seqs[0])
+        num_held = len(request.seqs) - 1 if self.config.enable_prefix_caching else 0
+        request.held = request.seqs[len(request.seqs) - num_held :]
         for index, seq in enumerate(request.seqs):
-            self.scheduler.add(seq)
+            if index + num_held < len(request.seqs):
+                self.scheduler.add(seq)
             self._owners[seq.id] = (request, index)
         self._requests[request_id] = request
         self.stats.count_request(len(request.prompt_token_ids))
@@ -164,6 +167,8 @@ class LLMEngine:
         request = self._requests.get(request_id)
         if request is None:
             raise RequestError(f"no unfinished request has the id {request_id!r}")
+        for seq in request.held:
+            seq.finish("abort")
         for seq in request.seqs:
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.cancel(seq)
@@ -248,6 +253,9 @@ class LLMEngine:
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
             request.metrics.num_cached_tokens = seq.num_cached_tokens
+            for other in request.held:
+                self.scheduler.add(other)
+            request.held = []
         request.metrics.num_preemptions = seq.num_preemptions
         stop = self.io.take_tokens(request, index, seq.token_ids[before:].tolist())
         if stop is not None and (seq.finish_reason != "stop" or stop.num_tokens < seq.num_output_tokens):

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NgramProposer"]
 
-_SIZES = (3, 2)
-
 
 class NgramProposer:
     """Copies what followed the latest earlier occurrence of a sequence's last three tokens, or else two.
@@ -43,28 +41,33 @@ class NgramProposer:
 
 
 class _History:
-    """A sequence's tokens, and where each short run of them was last followed by another token."""
+    """A sequence's tokens, and where each two and each three of them were last followed by another token."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
+        self._last = (-1, -1, -1)  # what pads a start is followed once only, and so never found again
         self._followed: dict[tuple[int, ...], int] = {}
 
     def extend(self, token_ids: npt.NDArray[np.int32]) -> None:
-        tokens, followed = self._tokens, self._followed
-        for token in token_ids[len(tokens) :].tolist():
-            end = len(tokens)
-            for size in _SIZES:
-                if end >= size:
-                    followed[tuple(tokens[end - size :])] = end
-            tokens.append(token)
+        end = len(self._tokens)
+        new = token_ids[end:].tolist()
+        followed = self._followed
+        first, second, third = self._last
+        for token in new:
+            followed[second, third] = end
+            followed[first, second, third] = end
+            first, second, third = second, third, token
+            end += 1
+        self._tokens += new
+        self._last = (first, second, third)
 
     def continuation(self, count: int) -> list[int]:
         """Up to `count` tokens; where the copy reaches the end of the sequence it goes on with itself."""
-        tokens = self._tokens
-        for size in _SIZES:
-            start = self._followed.get(tuple(tokens[-size:]))
-            if start is not None:
-                period = len(tokens) - start
-                known = tokens[start : start + count]
-                return [known[index % period] for index in range(count)]
-        return []
+        start = self._followed.get(self._last) or self._followed.get(self._last[1:])
+        if start is None:
+            return []
+        known = self._tokens[start : start + count]
+        if len(known) == count:
+            return known
+        period = len(self._tokens) - start
+        return [known[index % period] for index in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections import deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class SchedulerLimits:
 class Scheduler:
     """Admits sequences in order of arrival, and preempts the latest when blocks run out.
 
-    `running` is in order of arrival, too: admission is first come, first served, and a preempted sequence goes
-    back to the front of the queue.
+    `running` and `waiting` are both in order of arrival: admission is first come, first served, and a preempted
+    sequence goes back to where it was in the queue.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -60,8 +61,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence that passed `check`."""
-        self.waiting.append(seq)
+        """Queue a sequence that passed `check`, before all that arrived later."""
+        if not self.waiting or self.waiting[-1].id < seq.id:
+            self.waiting.append(seq)
+        else:
+            self.waiting.insert(bisect(self.waiting, seq.id, key=_arrival), seq)
 
     def check(self, seq: Sequence) -> None:
         """Refuse a sequence that can never be served.
@@ -199,7 +203,7 @@ class Scheduler:
         seq.restart()
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        self.add(seq)
         batch.preempted.append(seq)
 
     def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> None:
@@ -216,7 +220,7 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             seq.prefill_target = seq.num_tokens
             seq.row, seq.num_synced_blocks = self._free_rows.pop(), 0
-            self.running.append(seq)
+            insort(self.running, seq, key=_arrival)
             if seq.per_req_cache_group >= 0:
                 batch.leased.append(seq)
             budget -= self._add_chunk(batch, seq, budget)
@@ -257,3 +261,7 @@ class Scheduler:
         self.running.remove(seq)
         self._free_rows.append(seq.row)
         seq.row = -1
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.id

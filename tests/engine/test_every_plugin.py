@@ -85,3 +85,43 @@ def test_speculation_changes_no_token(model_type, long_answers, kind):
     assert tokens(llm.generate(LONG_PROMPTS, SamplingParams(max_tokens=14, temperature=0))) == long_answers
     if kind == "right":
         assert llm.stats()["num_accepted_tokens"] == llm.stats()["num_draft_tokens"] > 0
+
+
+def test_a_registered_model_type_without_state_still_hits():
+    from atom_core import hookimpl
+    from atom_core.plugin.registry import PluginRegistry
+    from atom_mha.plugin import MhaPlugin
+
+    class Registered(MhaPlugin):
+        @hookimpl
+        def atom_model_types(self):
+            return {"mha": ("llama",)}
+
+    prompt = prompt_of(20)
+    expected = reference_generate(tiny_model("llama"), [prompt], NUM_TOKENS)
+    llm = make_llm("llama", registry=PluginRegistry.of({"mha": Registered()}), block_size=BLOCK)
+    for hit in (0, 16):
+        outputs = llm.generate([prompt], GREEDY)
+        assert tokens(outputs) == expected
+        assert outputs[0].metrics.num_cached_tokens == hit
+
+
+def test_a_long_prompt_is_computed_once_on_a_hybrid():
+    """By default the third request that shares a system prompt hits, with an interval the second."""
+    one_token = SamplingParams(max_tokens=1, temperature=0)
+    options = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "cache_memory": "256MB"}
+
+    def computed(llm, prompts):
+        counts = []
+        for prompt in prompts:
+            before = llm.stats()["num_computed_tokens"]
+            llm.generate([prompt], one_token)
+            counts.append(llm.stats()["num_computed_tokens"] - before)
+        return counts
+
+    llm = make_llm("qwen3_next", **options)
+    assert computed(llm, [prompt_of(2000)] * 2) == [2000, 16]
+    shared = [prompt_of(1900, 7) + prompt_of(50, seed) for seed in (1, 2, 3)]
+    assert computed(llm, shared) == [1950, 1950, 1950 - 1888]
+    llm = make_llm("qwen3_next", state_checkpoint_interval=512, **options)
+    assert computed(llm, shared) == [1950, 1950 - 1536, 1950 - 1888]

@@ -21,7 +21,7 @@ from atom_core.plugin.registry import PluginRegistry
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 BLOCK = 16
 MEMORY = "4000GiB"
-CPU_SECONDS, PEAK_BYTES = 10.0, 2 << 30
+PLAN_SECONDS, PEAK_BYTES = 5.0, 2 << 30
 
 
 def token_bytes(layers, kv_heads, key_dim, value_dim):
@@ -157,29 +157,35 @@ def test_a_long_request_of_rings_and_blocks(registry):
     assert plan["num_blocks"] * plan["block_bytes"] + plan["group_bytes"] == 3_045_657_600
 
 
-def measured_plan(name):
-    """Run `atom plan` in a process of its own; its answer, CPU seconds and peak bytes."""
-    command = [str(Path(sys.executable).with_name("atom")), "plan", str(CONFIGS / f"{name}.json"), "--json"]
-    command += ["--memory", MEMORY, "--max-num-seqs", "4"]
+def measure(*command):
+    """Run a process; its output, CPU seconds and peak bytes."""
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
-    return json.loads(output), usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    return output, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+@pytest.fixture(scope="module")
+def import_seconds():
+    """What any program that uses transformers' models pays on this machine, as loaded as it is now."""
+    return measure(sys.executable, "-c", "import torch, transformers.modeling_utils")[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for name, _ in TOKEN_BYTES}))
-def test_a_plan_takes_seconds_and_no_weights(name, record_property):
-    """Two cores that share caches with other work count more CPU time for the same work, hence a second try."""
-    found, seconds, peak = measured_plan(name)
-    if seconds >= CPU_SECONDS:
-        found, seconds, peak = measured_plan(name)
+def test_a_plan_takes_seconds_and_no_weights(name, import_seconds, record_property):
+    """Of the 10 seconds of the whole command, half is left to the imports, which a busy machine makes slower."""
+    path = str(CONFIGS / f"{name}.json")
+    atom = str(Path(sys.executable).with_name("atom"))
+    output, seconds, peak = measure(atom, "plan", path, "--json", "--memory", MEMORY, "--max-num-seqs", "4")
+    found = json.loads(output)
     record_property("cpu_seconds", seconds)
+    record_property("import_seconds", import_seconds)
     record_property("peak_bytes", peak)
     assert found["bytes_per_token"] == sum(TOKEN_BYTES[name, 1].values())
-    assert seconds < CPU_SECONDS
+    assert seconds - import_seconds < PLAN_SECONDS
     assert peak < PEAK_BYTES
     assert found["weight_bytes"] > 20 * peak
 

@@ -122,6 +122,13 @@ def stock_generate(model, prompt, num_tokens):
 
 
 @torch.no_grad()
+def stock_confirm(model, prompt, tokens):
+    """Transformers' greedy choices after the prompt and each token; they equal `tokens` where those are greedy."""
+    logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@torch.no_grad()
 def stock_logprobs(model, tokens):
     """Transformers' logprobs of all tokens but the first."""
     logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)

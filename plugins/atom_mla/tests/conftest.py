@@ -126,6 +126,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing-full": ("BailingHybrid", {**_MOE, "layer_types": _FULL, "num_local_experts": 8, "q_lora_rank": None}),
 }
 """Prefix of the transformers classes, and config values beside the common ones."""
+THROUGH_THE_ENGINE = frozenset("v2 v2-lite v3 v3-kimi-k2 v32 glm-dsa-shared glm4-lite minicpm3".split())
+"""Models that the engine's tests run; the driver's tests run the others."""
 
 
 def build_config(name: str) -> Any:
@@ -293,6 +295,17 @@ def stock_generate(model: nn.Module, prompt: list[int], num_new: int) -> tuple[l
     return output[0, len(prompt) :].tolist(), logits
 
 
+def stock_confirm(model: nn.Module, prompt: list[int], tokens: list[int]) -> tuple[list[int], torch.Tensor]:
+    """transformers' greedy choices after the prompt and each of the tokens, and its logits of the prompt.
+
+    One forward without a cache. The choices equal `tokens` exactly when these are what transformers generates.
+    """
+    ids = torch.tensor([prompt + tokens])
+    with torch.inference_mode():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist(), logits[: len(prompt)]
+
+
 def make_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
@@ -302,10 +315,12 @@ class Tools:
     """What the tests use, handed over by a fixture: test files cannot import one another."""
 
     MODELS = MODELS
+    THROUGH_THE_ENGINE = THROUGH_THE_ENGINE
     BLOCK_SIZE = BLOCK_SIZE
     Driver = Driver
     build_config = staticmethod(build_config)
     build_model = staticmethod(build_model)
+    stock_confirm = staticmethod(stock_confirm)
     stock_generate = staticmethod(stock_generate)
     make_prompts = staticmethod(make_prompts)
     copy = staticmethod(copy.deepcopy)

@@ -28,33 +28,30 @@ def check(results, prompts, expected):
             assert abs(found - float(logprobs[position - 1, prompt[position]])) < 1e-4
 
 
+MODELS = ("v2", "v2-lite", "v3", "v3-kimi-k2", "v32", "glm-dsa-shared", "glm4-lite", "minicpm3")
+OPTIONS = [
+    {"prefill_chunk_tokens": 1},
+    {"prefill_chunk_tokens": 7},
+    {"prefill_chunk_tokens": 64, "scheduling_policy": "prefill_first"},
+    {"max_blocks": 26},
+]
+"""The last has too few blocks for all: requests are preempted in the middle and computed again."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["v2", "v2-lite", "v3", "v3-kimi-k2", "v32", "glm-dsa-shared", "glm4-lite", "minicpm3"]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_equals_transformers(tools, name):
     model = tools.build_model(name)
     prompts = tools.make_prompts([1, 8, 9, 40, 23])
     expected = [tools.stock_generate(model, prompt, NUM_NEW) for prompt in prompts]
-    for options in (
-        {"prefill_chunk_tokens": 1},
-        {"prefill_chunk_tokens": 7},
-        {"prefill_chunk_tokens": 64},
-        {"scheduling_policy": "prefill_first"},
-    ):
+    for options in OPTIONS:
         llm = make_llm(tools.copy(model), **options)
         check(llm.generate(prompts, GREEDY), prompts, expected)
+        assert (llm.stats()["num_preemptions"] > 0) == ("max_blocks" in options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["v3", "v32"])
-def test_preemption_in_the_middle_changes_nothing(tools, name):
-    model = tools.build_model(name)
-    prompts = tools.make_prompts([40, 33, 9, 17])
-    expected = [tools.stock_generate(model, prompt, NUM_NEW) for prompt in prompts]
-    llm = make_llm(tools.copy(model), max_blocks=26)
-    check(llm.generate(prompts, GREEDY), prompts, expected)
-    assert llm.stats()["num_preemptions"] > 0
+def test_every_model_of_the_list_is_tested(tools):
+    assert set(MODELS) == tools.THROUGH_THE_ENGINE
 
 
 @pytest.mark.slow
