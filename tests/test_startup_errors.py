@@ -70,7 +70,6 @@ def test_the_plugin_is_not_installed(site, tmp_path):
     registry = site.discover()
     check("missing-mla", refusal(registry, "deepseek_v3", tmp_path / "v3"))
     check("missing-gdn", refusal(registry, "qwen3_next", tmp_path / "next"))
-    check("missing-mimo", refusal(registry, "mimo_v2_flash", tmp_path / "mimo"))
 
 
 def test_the_plugin_is_broken(site, tmp_path):

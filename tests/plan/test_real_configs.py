@@ -19,6 +19,7 @@ from atom_core.errors import LayerError
 from atom_core.plugin.registry import PluginRegistry
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+PAGES = Path(__file__).parents[2] / "docs" / "plugins"
 BLOCK = 16
 MEMORY = "4000GiB"
 PLAN_SECONDS, PEAK_BYTES = 5.0, 2 << 30
@@ -188,6 +189,20 @@ def test_a_plan_takes_seconds_and_no_weights(name, import_seconds, record_proper
     assert seconds - import_seconds < PLAN_SECONDS
     assert peak < PEAK_BYTES
     assert found["weight_bytes"] > 20 * peak
+
+
+def test_the_pages_of_the_plugins_show_these_figures():
+    figures = {plugin: set() for plugin in ("mha", "mla", "gdn", "mimo")}
+    for by_plugin in TOKEN_BYTES.values():
+        for plugin, figure in by_plugin.items():
+            figures[plugin].add(figure * BLOCK if plugin == "mimo" else figure)
+    for (name, _, _), (slot_bytes, _) in STATE.items():
+        figures["mimo" if name.startswith("MiMo") else "gdn"].add(slot_bytes)
+    for plugin, expected in figures.items():
+        page = (PAGES / f"{plugin}.md").read_text(encoding="utf-8")
+        # Qwen3's two hybrids at two ranks have half of what the page of mha shows for one.
+        expected -= {0, token_bytes(12, 1, 256, 256), token_bytes(15, 1, 256, 256)}
+        assert {figure for figure in expected if f"{figure:,}" not in page} == set(), plugin
 
 
 def test_every_config_is_planned():

@@ -1,0 +1,1 @@
+"""DeepSeek-V4 attention: its layers, its per-request rings, its paged compressed entries, its ops."""
