@@ -40,6 +40,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show how MODEL's memory would be divided: weights, blocks, state; no weights are read."""
+    from dataclasses import replace
+
     from atom_core.engine.startup import inspect_model, make_registry
 
     config = engine_config(
@@ -54,22 +56,58 @@ def plan(
         no_plugins=no_plugin,
         random_weights=0,
     )
-    inspection = inspect_model(config, make_registry(config))
+    registry = make_registry(config)
+    inspection = inspect_model(config, registry)
+    whole = inspection
+    if tensor_parallel_size > 1:
+        alone = replace(config, tensor_parallel_size=1, block_size=inspection.block_size)
+        whole = inspect_model(alone, registry)
     found = inspection.plan()
     if as_json:
-        print_json(plan_dict(inspection, found))
+        print_json(plan_dict(inspection, found, whole))
         return
     from rich.console import Console
 
     console = Console()
     console.print(plan_table(inspection, found))
+    if whole is not inspection:
+        console.print(f"on each of {tensor_parallel_size} ranks")
+        for name, shares in _shares(inspection, whole).items():
+            for part, share in shares.items():
+                console.print(f"  {name} {part}: {_share_words(share, tensor_parallel_size)}")
     for warning in (*inspection.warnings, *found.warnings):
         console.print(f"[yellow]warning[/yellow]  {warning}")
 
 
-def plan_dict(inspection: Inspection, found: CachePlan) -> dict[str, Any]:
-    """The plan for programs: what each plugin needs, and the division."""
+def _shares(inspection: Inspection, whole: Inspection) -> dict[str, dict[str, float]]:
+    """By plugin, the part that one rank holds of a block and of a slot, 1.0 where each rank holds all of it."""
+    parts = {
+        "block": (inspection.figures.block_bytes, whole.figures.block_bytes),
+        "slot": (inspection.figures.slot_bytes, whole.figures.slot_bytes),
+    }
+    return {
+        name: {part: mine.get(name, 0) / of_all[name] for part, (mine, of_all) in parts.items() if of_all.get(name)}
+        for name in inspection.figures.requirements
+    }
+
+
+def _share_words(share: float, tp_size: int) -> str:
+    if share == 1:
+        return "replicated, every rank holds all of it"
+    divided = "divided" if share * tp_size == 1 else "partly divided, partly replicated"
+    return f"{divided}, a rank holds {share:.4g} of it"
+
+
+def plan_dict(inspection: Inspection, found: CachePlan, whole: Inspection | None = None) -> dict[str, Any]:
+    """The plan for programs: what each plugin needs, and the division.
+
+    Args:
+        inspection: of the model on one rank.
+        found: its plan.
+        whole: the inspection for a single rank, against which shares are given; `inspection` itself by default.
+    """
     figures = inspection.figures
+    shares = _shares(inspection, whole or inspection)
     return {
         "model_type": inspection.model_config.model_type,
         "weight_bytes": inspection.weight_bytes,
@@ -80,6 +118,7 @@ def plan_dict(inspection: Inspection, found: CachePlan) -> dict[str, Any]:
                 "block_bytes": figures.block_bytes.get(name, 0),
                 "slot_bytes": figures.slot_bytes.get(name, 0),
                 "slots_per_req": figures.slots_per_req.get(name, 0),
+                "rank_share": shares[name],
             }
             for name in figures.requirements
         },

@@ -40,7 +40,7 @@ class Inspection:
         max_model_len: most tokens of a request.
         block_size: tokens per block.
         figures: what the plugins need.
-        weight_bytes: bytes of the weights.
+        weight_bytes: bytes of the weights on one rank.
         warnings: what the user should know.
     """
 
@@ -149,7 +149,7 @@ def inspect_model(config: EngineConfig, registry: PluginRegistry) -> Inspection:
         max_model_len=max_model_len,
         block_size=block_size,
         figures=figures,
-        weight_bytes=weight_bytes(model),
+        weight_bytes=weight_bytes(model, config.tensor_parallel_size),
         warnings=tuple(warnings),
     )
     check_rewind(config, inspection)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -136,10 +137,27 @@ def load_model(
     return _freeze(model.to(device))
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers, each counted once where modules share it; works on meta."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def weight_bytes(model: PreTrainedModel, tp_size: int = 1) -> int:
+    """Return the bytes of the parameters and buffers on one rank, each counted once where modules share it.
+
+    Args:
+        model: whole, perhaps on `meta`.
+        tp_size: ranks that share the model by its tensor-parallel plan; what the plan does not divide, each rank has.
+    """
+    plan = getattr(model, "_tp_plan", None) or {}
+    # A rowwise projection adds its whole bias after the sum over ranks.
+    endings = {"colwise": r"(\.\w+)?", "rowwise": r"(\.weight)?"}
+    divided = [
+        re.compile(re.escape(pattern).replace(r"\*", r"[^.]+") + ending)
+        for pattern, style in plan.items()
+        for kind, ending in endings.items()
+        if kind in str(style)
+    ]
+    total = 0
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        shares = tp_size if tp_size > 1 and any(pattern.fullmatch(name) for pattern in divided) else 1
+        total += -(-tensor.numel() // shares) * tensor.element_size()
+    return total
 
 
 def _build(model_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from atom_core.cli.main import app
 from atom_core.cli.options import engine_config
 from atom_core.cli.plan import plan_dict
 from atom_core.engine.startup import inspect_model
@@ -110,11 +111,13 @@ def registry():
     return PluginRegistry.discover()
 
 
-def make_plan(name, registry, **options):
+def inspect(name, registry, **options):
     options = {"max_num_seqs": 4, "memory": MEMORY, **options}
-    inspection = inspect_model(
-        engine_config(model=str(CONFIGS / f"{name}.json"), random_weights=0, **options), registry
-    )
+    return inspect_model(engine_config(model=str(CONFIGS / f"{name}.json"), random_weights=0, **options), registry)
+
+
+def make_plan(name, registry, **options):
+    inspection = inspect(name, registry, **options)
     return plan_dict(inspection, inspection.plan())
 
 
@@ -144,6 +147,41 @@ def test_heads_that_do_not_divide_are_refused_by_name(name, registry):
         make_plan(name, registry, tensor_parallel_size=4)
     assert "layers.3.self_attn" in str(caught.value)
     assert "2 key heads cannot be divided among 4 ranks; choose a tensor-parallel size" in str(caught.value)
+
+
+REPLICATED, QUARTER = {"block": 1.0}, {"block": 0.25}
+SHARES_AT_4 = {
+    "DeepSeek-V3": {"mla": REPLICATED},
+    "DeepSeek-V3.2": {"mla": REPLICATED},
+    "MiMo-V2-Flash": {"mimo": {"block": 0.25, "slot": 0.25}},
+    "Llama-3.1-70B": {"mha": QUARTER},
+    "Qwen3-235B-A22B": {"mha": QUARTER},
+    "gpt-oss-120b": {"mha": REPLICATED},
+}
+
+
+@pytest.mark.parametrize("name", SHARES_AT_4)
+def test_the_plan_says_what_is_replicated(name, registry):
+    whole = inspect(name, registry)
+    quarter = inspect(name, registry, tensor_parallel_size=4)
+    found = plan_dict(quarter, quarter.plan(), whole)
+    assert {plugin: figures["rank_share"] for plugin, figures in found["plugins"].items()} == SHARES_AT_4[name]
+
+
+@pytest.mark.parametrize(("name", "words"), [("gpt-oss-120b", "replicated"), ("Llama-3.1-70B", "holds 0.25 of it")])
+def test_the_printed_plan_says_it_too(name, words, capsys):
+    arguments = ["plan", str(CONFIGS / f"{name}.json"), "--memory", MEMORY, "--tensor-parallel-size", "4"]
+    app([*arguments, "--max-num-seqs", "4"], standalone_mode=False)
+    assert f"mha block: {'divided, a rank ' if 'holds 0' in words else ''}{words}" in capsys.readouterr().out
+
+
+def test_a_rank_has_its_share_of_the_weights(registry):
+    """Llama-3.1-70B: all projections, embeddings and the head are divided; 161 norms of 8,192 are not."""
+    norms = 161 * 8192 * 2
+    whole = inspect("Llama-3.1-70B", registry).weight_bytes
+    buffers = whole - 70_553_706_496 * 2
+    quarter = inspect("Llama-3.1-70B", registry, tensor_parallel_size=4).weight_bytes
+    assert quarter - buffers == (70_553_706_496 * 2 - norms) // 4 + norms
 
 
 def test_a_long_request_of_rings_and_blocks(registry):
