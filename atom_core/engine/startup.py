@@ -150,7 +150,7 @@ def inspect_model(config: EngineConfig, registry: PluginRegistry) -> Inspection:
         block_size=block_size,
         figures=figures,
         weight_bytes=weight_bytes(model, config.tensor_parallel_size),
-        warnings=tuple(warnings),
+        warnings=(*claimed.warnings, *warnings),
     )
     check_rewind(config, inspection)
     return inspection

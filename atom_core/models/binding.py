@@ -52,11 +52,13 @@ class ClaimedLayers:
         layers: every claimed layer; `module_name` is set.
         modules: by module name, the claimed module.
         owners: by module name, the owning plugin's name.
+        warnings: what the user should know about who owns what.
     """
 
     layers: tuple[AttentionLayer, ...]
     modules: dict[str, nn.Module]
     owners: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
     @property
     def replaced(self) -> frozenset[str]:
@@ -153,6 +155,7 @@ def claim_layers(
     layers: list[AttentionLayer] = []
     modules: dict[str, nn.Module] = {}
     owners: dict[str, str] = {}
+    warnings: dict[str, None] = {}
     for name, module in _outside_claimed(model, modules):
         claimed = registry.claim_layer(module, name, model_config, tp_size)
         if claimed is None:
@@ -162,9 +165,12 @@ def claim_layers(
         layers.append(claim.layer)
         modules[name] = module
         owners[name] = owner
+        warning = None if claim.exact else registry.not_dedicated(type(module).__name__, owner)
+        if warning:
+            warnings[warning] = None
     _check_decoder_layers(model, registry, model_config, modules)
     _check_recurrent_modules(model, registry, modules)
-    return ClaimedLayers(tuple(layers), modules, owners)
+    return ClaimedLayers(tuple(layers), modules, owners, tuple(warnings))
 
 
 def bind_layers(model: nn.Module, claimed: ClaimedLayers, step: Step) -> None:

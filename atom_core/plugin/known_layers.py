@@ -1,4 +1,4 @@
-"""Which distribution serves a layer class, from the data file beside this module; for error messages only."""
+"""Which distribution serves a layer class, from the data file beside this module; for messages only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 
-__all__ = ["distribution_for"]
+__all__ = ["dedicated_distribution", "distribution_for"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ def distribution_for(class_name: str, children: Collection[str] | None = None) -
         if known.match(class_name, children):
             return known.distribution
     return None
+
+
+def dedicated_distribution(class_name: str) -> str | None:
+    """Name the distribution that was made for this very class, or `None` when none is known."""
+    return next((known.distribution for known in _known_layers() if class_name in known.classes), None)
 
 
 @cache

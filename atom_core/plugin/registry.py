@@ -22,6 +22,7 @@ from atom_core.plugin.discovery import (
     normalize_distribution,
 )
 from atom_core.plugin.inspection import inspect_plugin
+from atom_core.plugin.known_layers import dedicated_distribution
 from atom_core.plugin.manager import callers_by_plugin, make_manager, plain_implementers
 from atom_core.plugin.model_hooks import ModelHooks
 from atom_core.plugin.ops import Kernel, KernelTable, Op
@@ -171,6 +172,24 @@ class PluginRegistry:
         if reason.endswith("is not installed"):
             return f"{distribution} is known to claim this class; run `pip install {distribution}`."
         return f"{distribution} is known to claim this class, but {reason}."
+
+    def not_dedicated(self, class_name: str, owner: str) -> str | None:
+        """Say that a generic claim won because the plugin made for a class is not at hand.
+
+        Args:
+            class_name: of the claimed module.
+            owner: the plugin that claimed it generically.
+
+        Returns:
+            A warning; `None` where no other distribution is known to be made for the class.
+        """
+        distribution = dedicated_distribution(class_name)
+        if distribution is None or self.record(owner).distribution in (None, distribution):
+            return None
+        return (
+            f"{class_name} is served by the generic attention of {self.describe(owner)}; {distribution} is made for it "
+            f"and may keep far less per token, but {self.unavailable(distribution) or 'it does not claim it'}"
+        )
 
     def asked(self) -> str:
         """Name the plugins that are asked to claim layers, and those that are not with the reason."""

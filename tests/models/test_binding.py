@@ -176,3 +176,12 @@ def test_an_unused_plugin_does_not_disturb():
     llm = LLM(averaging_model(), registry=registry, skip_tokenizer=True, cache_memory="2MB")
     params = SamplingParams(max_tokens=3, temperature=0)
     assert len(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids) == 3
+
+
+def test_a_generic_claim_where_a_dedicated_plugin_is_not_at_hand_is_a_warning():
+    config = tiny_config("mimo_v2_flash")
+    (warning,) = inspect(config, PluginRegistry.discover(without=["mimo"])).warnings
+    assert "MiMoV2FlashAttention is served by the generic attention of plugin 'mha'" in warning
+    assert "atom-mimo is made for it" in warning
+    assert "is blocked: left out by --no-plugin mimo" in warning
+    assert inspect(config, PluginRegistry.discover()).warnings == ()
