@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from atom_core.errors import ConfigError
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "DEFAULT_SPEC_TOKENS", "EngineConfig", "parse_bytes"]
+__all__ = ["DEFAULT_BLOCK_SIZE", "DEFAULT_SPEC_TOKENS", "DRAFT_MODEL", "MTP", "NGRAM", "EngineConfig", "parse_bytes"]
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_SPEC_TOKENS = 4
+NGRAM, DRAFT_MODEL, MTP = "ngram", "draft_model", "mtp"
+"""Values of `EngineConfig.speculation` that the core knows; for the last two a second role of the model drafts."""
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -49,6 +51,7 @@ class EngineConfig:
         revision: a branch, tag or commit of a Hugging Face repository.
         trust_remote_code: let transformers run code that comes with the model.
         dtype: dtype of weights and activations; `auto` takes the checkpoint's.
+        cache_dtype: dtype of paged caches; `auto` takes `dtype`. In `float8_e4m3fn` plugins keep scales beside it.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         random_weights: make random weights from this seed instead of loading any.
         max_model_len: most tokens of a request, prompt and output together; the model's own limit when `None`.
@@ -66,10 +69,15 @@ class EngineConfig:
         state_checkpoint_interval: tokens between regular checkpoints, rounded up to whole blocks; prompts are cut
             there, so a small one costs steps and memory. `None` keeps the ends of prompts only.
         scheduling_policy: `mixed` runs decodes and prefill chunks in one step, `prefill_first` never does.
-        speculation: how to guess tokens that a step then verifies: `ngram`, the name of a plugin's proposer, or a
-            `Proposer`; `None` for not at all. The tokens are the same either way.
+        speculation: how to guess tokens that a step then verifies: `ngram`, `draft_model`, `mtp` (the model's own
+            layers for it), the name of a plugin's proposer, or a `Proposer`; `None` for not at all, or for
+            `draft_model` where one is named. The tokens are the same either way.
+        draft_model: a smaller model of the same vocabulary that drafts; whatever `model` may be, with the same
+            `dtype`, `random_weights` and `trust_remote_code`.
         num_spec_tokens: most draft tokens per request and step; 4 where speculation is on and nothing else was said.
         per_req_cache_equiv_blocks: blocks charged per stateful request; 0 because the pool reserves state bytes.
+        eager: run every step eagerly: no captured decode graphs, nothing compiled.
+        compile: compile what lies between the attention layers of captured steps.
         kernels: forced kernels, op name to kernel name.
         plugins: the only plugins to use, or `None` for all that are installed.
         no_plugins: plugins to leave out.
@@ -83,6 +91,7 @@ class EngineConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
     device: str = "auto"
     random_weights: int | None = None
     max_model_len: int | None = None
@@ -99,8 +108,11 @@ class EngineConfig:
     state_checkpoint_interval: int | None = 2048
     scheduling_policy: Literal["mixed", "prefill_first"] = "mixed"
     speculation: Any = None
+    draft_model: Any = None
     num_spec_tokens: int = 0
     per_req_cache_equiv_blocks: int = 0
+    eager: bool = False
+    compile: bool = True
     kernels: Mapping[str, str] = field(default_factory=dict)
     plugins: tuple[str, ...] | None = None
     no_plugins: tuple[str, ...] = ()
@@ -115,6 +127,15 @@ class EngineConfig:
             _require(value is None or value >= 1, name, value, "at least 1")
         for name in ("num_spec_tokens", "per_req_cache_equiv_blocks"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        if self.draft_model is not None and self.speculation is None:
+            object.__setattr__(self, "speculation", DRAFT_MODEL)
+        drafts = "draft_model" if self.draft_model is not None else "no draft_model"
+        _require(
+            (self.draft_model is not None) == (self.speculation == DRAFT_MODEL),
+            "speculation",
+            f"{self.speculation!r} and {drafts}",
+            "'draft_model' where a draft_model is named, and only there",
+        )
         if self.speculation is not None and self.num_spec_tokens == 0:
             object.__setattr__(self, "num_spec_tokens", DEFAULT_SPEC_TOKENS)
         share = self.state_checkpoint_share
@@ -126,6 +147,12 @@ class EngineConfig:
             "dtype",
             self.dtype,
             "auto, float32, bfloat16 or float16",
+        )
+        _require(
+            self.cache_dtype in ("auto", "float32", "bfloat16", "float16", "float8_e4m3fn"),
+            "cache_dtype",
+            self.cache_dtype,
+            "auto, float32, bfloat16, float16 or float8_e4m3fn",
         )
         _require(
             self.scheduling_policy in ("mixed", "prefill_first"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atom_core.cache.block_pool import BlockPool
@@ -141,6 +142,42 @@ class BlockManager:
         self._query_tokens += seq.num_tokens
         self._hit_tokens += seq.num_cached_tokens
 
+    def fork(self, seq: CachedSequence, other: CachedSequence) -> tuple[int, int] | None:
+        """Give `other` what `seq` has computed: its full blocks, a block for the rest, and a group if it needs one.
+
+        Call it after `publish`. Copy the partial block and the state behind the step that made them.
+
+        Args:
+            seq: allocated, its prompt computed.
+            other: begins with the same tokens; not allocated.
+
+        Returns:
+            The partial block and the block that takes its copy, `None` where `seq` fills its blocks.
+
+        Raises:
+            EngineError: `can_fork` is false; nothing has changed.
+        """
+        if not self.can_fork(seq):
+            raise EngineError(f"sequence {other.id} does not fit the cache now; ask can_fork first")
+        num_full, rest = divmod(seq.num_computed_tokens, self.block_size)
+        blocks = (seq.block_table[num_full], self._pool.take(1)[0]) if rest else None
+        other.block_table = self._pool.hold(seq.block_table[:num_full]) + ([blocks[1]] if blocks else [])
+        other.num_computed_tokens, other.num_cached_tokens = seq.num_computed_tokens, seq.num_cached_tokens
+        other.restore_checkpoint = None
+        if other.has_per_req_cache:
+            other.per_req_cache_group = self.states.lease()
+            self.per_req_cache_accounting[other.id] = self._pool.take(self.per_req_cache_equiv_blocks)
+        track = self._running[seq.id]
+        self._waiting.pop(other.id, None)
+        self._running[other.id] = replace(track, seq=other, hashes=list(track.hashes))
+        return blocks
+
+    def can_fork(self, seq: CachedSequence) -> bool:
+        """Whether `fork` would succeed; changes nothing."""
+        charged = self.per_req_cache_equiv_blocks if seq.has_per_req_cache else 0
+        needed = charged + bool(seq.num_computed_tokens % self.block_size)
+        return needed <= self._pool.num_free and (bool(self.states.free_groups) or not seq.has_per_req_cache)
+
     def can_append(self, seq: CachedSequence, num_tokens: int) -> bool:
         """Whether the block table can grow to hold `num_tokens` tokens in all; changes nothing."""
         missing_tokens = num_tokens - len(seq.block_table) * self.block_size
@@ -212,6 +249,14 @@ class BlockManager:
         if not self.states.num_checkpoints or not seq.has_per_req_cache:
             return end
         return self._policy.next_boundary(self._running[seq.id], start, end)
+
+    def keeps_state(self, seq: CachedSequence, num_computed_tokens: int) -> bool:
+        """Whether a regular checkpoint is due after so many tokens."""
+        return (
+            seq.has_per_req_cache
+            and self.states.num_checkpoints > 0
+            and self._policy.is_regular_boundary(num_computed_tokens)
+        )
 
     def take_checkpoint(self, seq: CachedSequence, num_computed_tokens: int) -> int | None:
         """Reserve a checkpoint for the state after exactly `num_computed_tokens` tokens, which a slot now holds.

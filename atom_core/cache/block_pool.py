@@ -80,6 +80,14 @@ class BlockPool:
             self._ref_counts[block_id] += 1
         return shared
 
+    def hold(self, block_ids: Sequence[int]) -> list[int]:
+        """Reference blocks that others hold; returns them."""
+        self.version += 1
+        for block_id in block_ids:
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is held by nobody"
+            self._ref_counts[block_id] += 1
+        return list(block_ids)
+
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block; of equally old cached blocks the last is evicted first."""
         self.version += 1

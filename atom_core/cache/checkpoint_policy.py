@@ -39,11 +39,15 @@ class CheckpointPolicy:
                     return (index + 1) * self._block_size
         return end
 
+    def is_regular_boundary(self, num_tokens: int) -> bool:
+        """Whether so many tokens are a multiple of the interval."""
+        return self._interval is not None and num_tokens % self._interval == 0
+
     def is_boundary(self, track: Track, num_tokens: int) -> bool:
         """Whether the state after `num_tokens` tokens, whole published blocks, is worth a checkpoint."""
         return (
             num_tokens == track.prompt_boundary_tokens
-            or (self._interval is not None and num_tokens % self._interval == 0)
+            or self.is_regular_boundary(num_tokens)
             or track.hashes[num_tokens // self._block_size - 1] in self._refused
         )
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atom_core.errors import CapacityError, ConfigError, EngineError
 
 if TYPE_CHECKING:
     from atom_core.plugin.types import CacheRequirements
 
-__all__ = ["TYPICAL_REQUEST_TOKENS", "CacheFigures", "CachePlan", "choose_block_size", "least_over_ranks", "plan_cache"]
+__all__ = [
+    "TYPICAL_REQUEST_TOKENS",
+    "CacheFigures",
+    "CachePlan",
+    "choose_block_size",
+    "least_over_ranks",
+    "plan_cache",
+    "with_draft_names",
+]
 
+_DRAFT = "draft/"
+_T = TypeVar("_T")
 TYPICAL_REQUEST_TOKENS = 2048
 """Tokens that each group after the first brings along as blocks, where blocks and groups compete for memory."""
 
@@ -33,6 +43,15 @@ class CacheFigures:
     block_bytes: Mapping[str, int]
     slot_bytes: Mapping[str, int]
     slots_per_req: Mapping[str, int]
+
+    def with_draft(self, draft: CacheFigures) -> CacheFigures:
+        """Add the figures of a second role that drafts, under names of its own: one block, one group for both."""
+        return CacheFigures(
+            requirements=with_draft_names(self.requirements, draft.requirements),
+            block_bytes=with_draft_names(self.block_bytes, draft.block_bytes),
+            slot_bytes=with_draft_names(self.slot_bytes, draft.slot_bytes),
+            slots_per_req=with_draft_names(self.slots_per_req, draft.slots_per_req),
+        )
 
     @property
     def state_slots_per_req(self) -> dict[str, int]:
@@ -97,6 +116,12 @@ class CachePlan:
     slots_per_req: Mapping[str, int]
     warnings: tuple[str, ...] = ()
 
+    def of_role(self, *, draft: bool) -> CachePlan:
+        """The plan as one role sees it: the slots of its own plugins, under their own names."""
+        slots = self.slots_per_req.items()
+        own = {name.removeprefix(_DRAFT): count for name, count in slots if name.startswith(_DRAFT) == draft}
+        return replace(self, slots_per_req=own)
+
     @property
     def total_bytes(self) -> int:
         """Bytes of workspace, blocks, groups and checkpoints."""
@@ -127,6 +152,11 @@ class CachePlan:
         fields["warnings"] = list(self.warnings)
         slots = {plugin: self.num_slots(plugin) for plugin in self.slots_per_req}
         return {**fields, "total_bytes": self.total_bytes, "tokens": self.tokens, "num_slots": slots}
+
+
+def with_draft_names(target: Mapping[str, _T], draft: Mapping[str, _T]) -> dict[str, _T]:
+    """Join what is by plugin for two roles of a model; the names of the role that drafts begin with `draft/`."""
+    return {**target, **{f"{_DRAFT}{plugin}": value for plugin, value in draft.items()}}
 
 
 def choose_block_size(requirements: Mapping[str, CacheRequirements], requested: int | None, default: int) -> int:

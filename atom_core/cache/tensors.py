@@ -79,6 +79,7 @@ def allocate_caches(
     figures: CacheFigures,
     plan: CachePlan,
     cache_dtype: torch.dtype,
+    state_dtype: torch.dtype | None = None,
     num_spec_tokens: int,
     kernels: KernelTable,
     device: torch.device,
@@ -92,6 +93,7 @@ def allocate_caches(
         figures: what the plugins declared.
         plan: how many blocks, groups and checkpoints there are.
         cache_dtype: dtype of paged tensors.
+        state_dtype: what the state hooks get in its place, the dtype of activations; `None` for the same.
         num_spec_tokens: most draft tokens of a request and step.
         kernels: where the layers select their kernels.
         device: where.
@@ -113,7 +115,7 @@ def allocate_caches(
         layers=layers,
         model_config=model_config,
         num_slots=num_slots,
-        cache_dtype=cache_dtype,
+        cache_dtype=state_dtype or cache_dtype,
         num_spec_tokens=num_spec_tokens,
         device=device,
     )

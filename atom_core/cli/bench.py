@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atom_core.cli.options import (
+    CacheDtype,
     CacheMemory,
     Device,
+    DraftModel,
     Dtype,
+    Eager,
     Json,
     KernelChoices,
     Memory,
+    MemoryFraction,
     Model,
     NoPlugins,
+    NumSpecTokens,
     RandomWeights,
+    Speculation,
     engine_config,
     print_json,
 )
@@ -43,16 +49,24 @@ def throughput(
     output_tokens: OutputTokens = 128,
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    cache_dtype: CacheDtype = "auto",
     device: Device = "auto",
     memory: Memory = None,
     cache_memory: CacheMemory = None,
+    memory_fraction: MemoryFraction = None,
+    eager: Eager = False,
     random_weights: RandomWeights = None,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
+    num_spec_tokens: NumSpecTokens = 0,
     no_plugin: NoPlugins = None,
     kernel: KernelChoices = None,
     as_json: Json = False,
 ) -> None:
     """Generate from random prompts, all at once; print tokens per second."""
-    llm = _load(model, dtype, device, memory, cache_memory, random_weights, no_plugin, kernel)
+    spec = (speculation, draft_model, num_spec_tokens)
+    room = (memory, cache_memory, memory_fraction)
+    llm = _load(model, dtype, cache_dtype, device, *room, eager, random_weights, *spec, no_plugin, kernel)
     prompts = _random_prompts(llm, num_prompts, input_tokens, seed)
     _generate(llm, prompts[:1], 4)
     begun = time.perf_counter()
@@ -80,10 +94,16 @@ def latency(
     output_tokens: OutputTokens = 128,
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    cache_dtype: CacheDtype = "auto",
     device: Device = "auto",
     memory: Memory = None,
     cache_memory: CacheMemory = None,
+    memory_fraction: MemoryFraction = None,
+    eager: Eager = False,
     random_weights: RandomWeights = None,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
+    num_spec_tokens: NumSpecTokens = 0,
     no_plugin: NoPlugins = None,
     kernel: KernelChoices = None,
     as_json: Json = False,
@@ -91,7 +111,9 @@ def latency(
     """Generate from one random prompt at a time; print time to first token and between tokens, medians."""
     from atom_core.engine.sampling import SamplingParams
 
-    llm = _load(model, dtype, device, memory, cache_memory, random_weights, no_plugin, kernel)
+    spec = (speculation, draft_model, num_spec_tokens)
+    room = (memory, cache_memory, memory_fraction)
+    llm = _load(model, dtype, cache_dtype, device, *room, eager, random_weights, *spec, no_plugin, kernel)
     prompts = _random_prompts(llm, repeats + 1, input_tokens, seed)
     _generate(llm, prompts[:1], 4)
     params = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
@@ -120,10 +142,16 @@ def latency(
 def _load(
     model: str,
     dtype: str,
+    cache_dtype: str,
     device: str,
     memory: str | None,
     cache_memory: str | None,
+    memory_fraction: float | None,
+    eager: bool,
     random_weights: int | None,
+    speculation: str | None,
+    draft_model: str | None,
+    num_spec_tokens: int,
     no_plugin: list[str] | None,
     kernel: list[str] | None,
 ) -> LLM:
@@ -132,10 +160,16 @@ def _load(
     config = engine_config(
         model=model,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         device=device,
         memory=memory,
         cache_memory=cache_memory,
+        memory_fraction=memory_fraction,
+        eager=eager,
         random_weights=random_weights,
+        speculation=speculation,
+        draft_model=draft_model,
+        num_spec_tokens=num_spec_tokens,
         no_plugins=no_plugin,
         kernels=kernel,
         skip_tokenizer=True,

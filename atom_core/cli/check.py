@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from atom_core.cli.options import (
+    CacheDtype,
     CacheMemory,
     Device,
+    DraftModel,
     Dtype,
     Json,
     KernelChoices,
@@ -15,7 +17,9 @@ from atom_core.cli.options import (
     Memory,
     Model,
     NoPlugins,
+    NumSpecTokens,
     RandomWeights,
+    Speculation,
     engine_config,
     print_json,
 )
@@ -30,12 +34,16 @@ __all__ = ["check"]
 def check(
     model: Model,
     dtype: Dtype = "auto",
+    cache_dtype: CacheDtype = "auto",
     device: Device = "auto",
     memory: Memory = None,
     cache_memory: CacheMemory = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 256,
     random_weights: RandomWeights = None,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
+    num_spec_tokens: NumSpecTokens = 0,
     no_plugin: NoPlugins = None,
     kernel: KernelChoices = None,
     as_json: Json = False,
@@ -46,12 +54,16 @@ def check(
     config = engine_config(
         model=model,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         device=device,
         memory=memory,
         cache_memory=cache_memory,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         random_weights=random_weights,
+        speculation=speculation,
+        draft_model=draft_model,
+        num_spec_tokens=num_spec_tokens,
         no_plugins=no_plugin,
         kernels=kernel,
     )
@@ -69,18 +81,22 @@ def _as_dict(inspection: Inspection, plan: CachePlan) -> dict[str, Any]:
     return {
         "model_type": inspection.model_config.model_type,
         "stateful": inspection.registry.is_stateful(inspection.model_config.model_type),
-        "layers": [
-            {
-                "module": layer.module_name,
-                "class": type(inspection.claimed.modules[layer.module_name]).__name__,
-                "plugin": inspection.claimed.owners[layer.module_name],
-                "layer": type(layer).__name__,
-            }
-            for layer in inspection.claimed.layers
-        ],
+        "layers": [*_layers(inspection, ""), *(_layers(inspection.draft, "draft/") if inspection.draft else ())],
         "warnings": [*inspection.warnings, *plan.warnings],
         "plan": plan.to_dict(),
     }
+
+
+def _layers(inspection: Inspection, role: str) -> list[dict[str, str]]:
+    return [
+        {
+            "module": f"{role}{layer.module_name}",
+            "class": type(inspection.claimed.modules[layer.module_name]).__name__,
+            "plugin": inspection.claimed.owners[layer.module_name],
+            "layer": type(layer).__name__,
+        }
+        for layer in inspection.claimed.layers
+    ]
 
 
 def _print(inspection: Inspection, plan: CachePlan) -> None:

@@ -12,8 +12,10 @@ import typer
 import atom_core
 from atom_core.cli.bench import bench_app
 from atom_core.cli.check import check
+from atom_core.cli.conformance import conformance
 from atom_core.cli.generate import generate
 from atom_core.cli.kernels import kernels
+from atom_core.cli.new_plugin import new_plugin
 from atom_core.cli.plan import plan
 from atom_core.cli.plugins import plugins
 from atom_core.errors import AtomError
@@ -30,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, plugins, kernels, check, plan):
+for command in (generate, plugins, kernels, check, plan, new_plugin, conformance):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
 

@@ -11,17 +11,23 @@ from atom_core.config import EngineConfig
 from atom_core.errors import ConfigError
 
 __all__ = [
+    "CacheDtype",
     "CacheMemory",
     "Device",
+    "DraftModel",
     "Dtype",
+    "Eager",
     "Json",
     "KernelChoices",
     "MaxModelLen",
     "MaxNumSeqs",
     "Memory",
+    "MemoryFraction",
     "Model",
     "NoPlugins",
+    "NumSpecTokens",
     "RandomWeights",
+    "Speculation",
     "engine_config",
     "forced_kernels",
     "print_json",
@@ -32,11 +38,19 @@ Model = Annotated[
     typer.Argument(help="A directory, a Hugging Face id, a .gguf file, a config.json, or 'demo'.", show_default=False),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+CacheDtype = Annotated[
+    str, typer.Option(help="Of paged caches: auto, bfloat16, float8_e4m3fn, ...", show_default="that of --dtype")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Memory = Annotated[
     str | None, typer.Option(help="Bytes for weights and caches, such as 80GiB.", show_default="what is free")
 ]
 CacheMemory = Annotated[str | None, typer.Option(help="Bytes for the caches alone.", show_default="from --memory")]
+MemoryFraction = Annotated[
+    float | None,
+    typer.Option(help="Share of the free memory for weights and caches.", show_default="0.9 on a GPU, 0.25 else"),
+]
+Eager = Annotated[bool, typer.Option("--eager", help="No captured decode graphs, nothing compiled, no overlap.")]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Most tokens of a request.", show_default="the model's own limit")
 ]
@@ -50,6 +64,16 @@ NoPlugins = Annotated[
 ]
 KernelChoices = Annotated[
     list[str] | None, typer.Option("--kernel", metavar="OP=NAME", help="Force a kernel of an op; repeatable.")
+]
+Speculation = Annotated[
+    str | None,
+    typer.Option(help="Guess tokens: ngram, mtp, or the name of a plugin's proposer.", show_default="off"),
+]
+DraftModel = Annotated[
+    str | None, typer.Option(help="A smaller model of the same vocabulary that guesses tokens.", show_default="none")
+]
+NumSpecTokens = Annotated[
+    int, typer.Option(help="Draft tokens per request and step.", show_default="4 where tokens are guessed")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atom_core.cli.options import (
+    CacheDtype,
+    DraftModel,
     Dtype,
     Json,
     MaxModelLen,
@@ -14,6 +16,8 @@ from atom_core.cli.options import (
     Memory,
     Model,
     NoPlugins,
+    NumSpecTokens,
+    Speculation,
     engine_config,
     print_json,
 )
@@ -33,9 +37,12 @@ def plan(
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per block.", show_default="the least that fits")
     ] = None,
-    num_spec_tokens: Annotated[int, typer.Option(help="Draft tokens per request and step.")] = 0,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
+    num_spec_tokens: NumSpecTokens = 0,
     tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
     dtype: Dtype = "auto",
+    cache_dtype: CacheDtype = "auto",
     no_plugin: NoPlugins = None,
     as_json: Json = False,
 ) -> None:
@@ -50,9 +57,12 @@ def plan(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         block_size=block_size,
+        speculation=speculation,
+        draft_model=draft_model,
         num_spec_tokens=num_spec_tokens,
         tensor_parallel_size=tensor_parallel_size,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         no_plugins=no_plugin,
         random_weights=0,
     )
@@ -80,14 +90,14 @@ def plan(
 
 
 def _shares(inspection: Inspection, whole: Inspection) -> dict[str, dict[str, float]]:
-    """By plugin, the part that one rank holds of a block and of a slot, 1.0 where each rank holds all of it."""
+    """By plugin and role, the part of a block and of a slot that one rank holds, 1.0 where each rank holds all."""
     parts = {
-        "block": (inspection.figures.block_bytes, whole.figures.block_bytes),
-        "slot": (inspection.figures.slot_bytes, whole.figures.slot_bytes),
+        "block": (inspection.all_figures.block_bytes, whole.all_figures.block_bytes),
+        "slot": (inspection.all_figures.slot_bytes, whole.all_figures.slot_bytes),
     }
     return {
         name: {part: mine.get(name, 0) / of_all[name] for part, (mine, of_all) in parts.items() if of_all.get(name)}
-        for name in inspection.figures.requirements
+        for name in inspection.all_figures.requirements
     }
 
 
@@ -106,11 +116,11 @@ def plan_dict(inspection: Inspection, found: CachePlan, whole: Inspection | None
         found: its plan.
         whole: the inspection for a single rank, against which shares are given; `inspection` itself by default.
     """
-    figures = inspection.figures
+    figures = inspection.all_figures
     shares = _shares(inspection, whole or inspection)
     return {
         "model_type": inspection.model_config.model_type,
-        "weight_bytes": inspection.weight_bytes,
+        "weight_bytes": inspection.all_weight_bytes,
         "block_size": inspection.block_size,
         "bytes_per_token": sum(figures.block_bytes.values()) / inspection.block_size,
         "plugins": {
@@ -133,30 +143,26 @@ def plan_table(inspection: Inspection, found: CachePlan) -> Any:
 
     from atom_core.engine.memory import format_bytes
 
-    table = Table(title=f"memory plan of {inspection.model_config.model_type}")
+    def add(part: str, count: int, sizes: list[int]) -> None:
+        """Add a row, and where a second role drafts one for each role below it."""
+        table.add_row(part, f"{count:,}", format_bytes(sum(sizes)), format_bytes(count * sum(sizes)))
+        for role, size in zip(("model", "draft"), sizes, strict=False) if len(sizes) > 1 else ():
+            table.add_row(f"  of the {role}", "", format_bytes(size), format_bytes(count * size))
+
+    roles = [inspection] if inspection.draft is None else [inspection, inspection.draft]
+    title = " and ".join(dict.fromkeys(role.model_config.model_type for role in roles))
+    table = Table(title=f"memory plan of {title}")
     for heading, justify in (("part", "left"), ("count", "right"), ("each", "right"), ("total", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    table.add_row("weights", "", "", format_bytes(inspection.weight_bytes))
-    table.add_row(
-        f"blocks of {found.block_size} tokens",
-        f"{found.num_blocks:,}",
-        format_bytes(found.block_bytes),
-        format_bytes(found.num_blocks * found.block_bytes),
-    )
+    table.add_row("weights", "", "", format_bytes(inspection.all_weight_bytes))
+    for role in roles[1:]:
+        table.add_row("  of the draft", "", "", format_bytes(role.weight_bytes))
+    figures = [role.figures for role in roles]
+    add(f"blocks of {found.block_size} tokens", found.num_blocks, [each.bytes_per_block for each in figures])
     if found.num_groups:
-        table.add_row(
-            "groups of state",
-            f"{found.num_groups:,}",
-            format_bytes(found.group_bytes),
-            format_bytes(found.num_groups * found.group_bytes),
-        )
+        add("groups of state", found.num_groups, [each.group_bytes for each in figures])
     if found.num_checkpoints:
-        table.add_row(
-            "state checkpoints",
-            f"{found.num_checkpoints:,}",
-            format_bytes(found.checkpoint_bytes),
-            format_bytes(found.num_checkpoints * found.checkpoint_bytes),
-        )
+        add("state checkpoints", found.num_checkpoints, [each.checkpoint_bytes for each in figures])
     if found.workspace_bytes:
         table.add_row("workspace", "", "", format_bytes(found.workspace_bytes))
     longest = f"{found.max_model_len:,}"

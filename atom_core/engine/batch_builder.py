@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from atom_core.plugin import AttentionBatch, HostDeviceBuffer, Rewind, StepBuffers
+from atom_core.engine.block_tables import BlockTables, TableCopy
+from atom_core.engine.step_arrays import StepArrays
+from atom_core.plugin import AttentionBatch, Rewind, StepBuffers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from atom_core.engine.scheduled_batch import ScheduledBatch
 
-__all__ = ["BatchBuilder", "StateLayout", "StepInputs"]
+__all__ = ["BatchBuilder", "StateLayout", "StepInputs", "StepShape"]
 
 Array = np.ndarray[Any, Any]
 
@@ -35,6 +37,24 @@ class StateLayout:
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """What steps have in common that share a captured graph: decode rows alone, padded to equal sizes.
+
+    Attributes:
+        num_seqs: rows, padding included.
+        tokens_per_seq: tokens of each row that is not padding.
+    """
+
+    num_seqs: int
+    tokens_per_seq: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, those of no row included."""
+        return self.num_seqs * self.tokens_per_seq
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """What the model's forward gets beside the batch.
 
@@ -50,120 +70,98 @@ class StepInputs:
 
 
 class BatchBuilder:
-    """Fills persistent buffers from a scheduled batch.
+    """Fills arrays at fixed addresses from a scheduled batch.
 
-    The block table of every running sequence is kept as a row of one array, to which only new blocks are
-    added, so that the work of a step does not grow with the tokens generated before.
+    Args:
+        states: by plugin with state.
+        buffers: names the limits and the device.
+        tables: block tables that roles of one model share; its own when `None`.
+
+    Attributes:
+        tables: the block tables of the running sequences.
     """
 
-    def __init__(self, states: Mapping[str, StateLayout], buffers: StepBuffers) -> None:
-        shape = buffers.limits
-        self._block_size = shape.block_size
+    def __init__(
+        self, states: Mapping[str, StateLayout], buffers: StepBuffers, tables: BlockTables | None = None
+    ) -> None:
+        limits = buffers.limits
+        self._limits = limits
+        self._block_size = limits.block_size
         self._states = dict(states)
-        rows, tokens = shape.max_num_seqs, shape.max_num_tokens
-        self._table: Array = np.zeros((rows, shape.max_blocks_per_seq), dtype=np.int32)
+        self._device = buffers.device
+        self.tables = tables or BlockTables(limits.max_num_seqs, limits.max_blocks_per_seq)
+        self._table_copies: dict[int, TableCopy] = {}  # by the array that is kept up to date
+        self._any_step = self._make_arrays(limits.max_num_tokens)
+        self._padded_steps: StepArrays | None = None
+        self._padded_views: dict[tuple[StepShape, int], StepInputs] = {}
 
-        def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> HostDeviceBuffer:
-            return buffers.get(f"core.{name}", size, dtype)
-
-        self._input_ids = buffer("input_ids", (tokens,), torch.int64)
-        self._positions = buffer("positions", (tokens,), torch.int64)
-        self._slot_mapping = buffer("slot_mapping", (tokens,), torch.int64)
-        self._query_start_loc = buffer("query_start_loc", (rows + 1,), torch.int32)
-        self._seq_lens = buffer("seq_lens", (rows,), torch.int32)
-        self._num_computed = buffer("num_computed", (rows,), torch.int32)
-        self._block_tables = buffer("block_tables", (rows, shape.max_blocks_per_seq), torch.int32)
-        self._state_groups = buffer("state_groups", (rows,), torch.int32)
-        self._num_accepted = buffer("num_accepted", (rows,), torch.int32)
-        self._state_read = {name: buffer(f"state_read.{name}", (rows,), torch.int64) for name in states}
-        self._state_write = {name: buffer(f"state_write.{name}", (tokens,), torch.int64) for name in states}
-
-    def build(self, scheduled: ScheduledBatch) -> StepInputs:
-        """Fill the buffers for one step.
+    def reserve(self, shapes: Iterable[StepShape]) -> None:
+        """Make the arrays of padded steps, at addresses that stay; without this no step may be padded.
 
         Args:
-            scheduled: at least one row; each sequence has its row of the block tables, and blocks for all its tokens.
+            shapes: every shape that will be asked for.
         """
+        self._padded_views.clear()
+        self._padded_steps = self._make_arrays(max(shape.num_tokens for shape in shapes))
+
+    def build(self, scheduled: ScheduledBatch, shape: StepShape | None = None) -> StepInputs:
+        """Fill the arrays for one step.
+
+        Args:
+            scheduled: each sequence has its row of the block tables, and blocks for all its tokens; there may be no
+                rows if there is a shape.
+            shape: pad the step to it; it then has decode rows alone, each of the shape's tokens, and maxima are the
+                largest that any step of this shape has.
+        """
+        arrays = self._any_step if shape is None else self._padded_steps
+        assert arrays is not None, "the arrays of padded steps were not reserved"
+        arrays.begin()
+        host = arrays.host
         seqs = scheduled.seqs
         num_seqs, num_decodes = len(seqs), scheduled.num_decodes
-        table_rows = self._sync_tables(scheduled)
+        table, table_rows = self.tables.blocks, self.tables.sync(seqs)
         new_tokens = np.array(scheduled.num_new_tokens, dtype=np.int64)
         computed = np.fromiter((seq.num_computed_tokens for seq in seqs), np.int64, num_seqs)
+        accepted = np.fromiter((seq.num_accepted for seq in seqs), np.int64, num_seqs)
+        ahead = np.zeros(num_seqs, dtype=np.int64)
+        if scheduled.ahead:
+            ahead[:] = scheduled.ahead
+            computed += ahead
+            accepted[ahead > 0] = 1
+        if scheduled.follows:
+            ahead[:] = 0  # a plain step, behind a plain step: nothing is to be taken back
         ends = np.cumsum(new_tokens)
-        num_tokens = int(ends[-1])
+        num_tokens = int(ends[-1]) if num_seqs else 0
         starts = ends - new_tokens
 
-        self._query_start_loc.host[0] = 0
-        self._query_start_loc.host[1 : num_seqs + 1] = ends
-        self._num_computed.host[:num_seqs] = computed
+        host["query_start_loc"][0] = 0
+        host["query_start_loc"][1 : num_seqs + 1] = ends
+        host["num_computed"][:num_seqs] = computed
         seq_lens = computed + new_tokens
-        self._seq_lens.host[:num_seqs] = seq_lens
-        self._num_accepted.host[:num_seqs] = np.fromiter((seq.num_accepted for seq in seqs), np.int64, num_seqs)
+        host["seq_lens"][:num_seqs] = seq_lens
+        host["num_accepted"][:num_seqs] = accepted
         groups = np.fromiter((seq.per_req_cache_group for seq in seqs), np.int64, num_seqs)
-        self._state_groups.host[:num_seqs] = groups
+        host["state_groups"][:num_seqs] = groups
 
         positions = np.repeat(computed - starts, new_tokens)
         positions += np.arange(num_tokens)
-        self._positions.host[:num_tokens] = positions
-        self._fill_input_ids(scheduled, starts)
+        host["positions"][:num_tokens] = positions
+        self._fill_input_ids(scheduled, starts, computed, host["input_ids"])
 
         block_size = self._block_size
-        token_blocks = self._table[np.repeat(table_rows, new_tokens), positions // block_size]
-        self._slot_mapping.host[:num_tokens] = token_blocks.astype(np.int64) * block_size + positions % block_size
+        token_blocks = table[np.repeat(table_rows, new_tokens), positions // block_size]
+        host["slot_mapping"][:num_tokens] = token_blocks.astype(np.int64) * block_size + positions % block_size
 
-        max_seq_len = int(seq_lens.max())
+        max_seq_len = int(seq_lens.max()) if num_seqs else 0
         width = -(-max_seq_len // block_size)
-        self._block_tables.host[:num_seqs, :width] = self._table[table_rows, :width]
-        self._fill_state(groups, new_tokens, starts, ends, num_decodes)
-        return self._upload(scheduled, new_tokens, max_seq_len, width, num_tokens)
-
-    def _sync_tables(self, scheduled: ScheduledBatch) -> Array:
-        """Copy blocks that are new since the last step into the sequences' rows; return the rows."""
-        rows = np.empty(len(scheduled.seqs), dtype=np.int64)
-        for index, seq in enumerate(scheduled.seqs):
-            rows[index] = seq.row
-            known, length = seq.num_synced_blocks, len(seq.block_table)
-            if known != length:
-                self._table[seq.row, known:length] = seq.block_table[known:]
-                seq.num_synced_blocks = length
-        return rows
-
-    def _fill_input_ids(self, scheduled: ScheduledBatch, starts: Array) -> None:
-        input_ids, seqs = self._input_ids.host, scheduled.seqs
-        num_decodes = scheduled.num_decodes
-        input_ids[starts[:num_decodes]] = np.fromiter(
-            (seq.last_token_id for seq in seqs[:num_decodes]), np.int64, num_decodes
-        )
-        for row, seq in enumerate(seqs):
-            count = scheduled.num_new_tokens[row]
-            if row >= num_decodes or count > 1:
-                start, first = int(starts[row]), seq.num_computed_tokens
-                input_ids[start : start + count] = seq.tokens_between(first, first + count)
-
-    def _fill_state(self, groups: Array, new_tokens: Array, starts: Array, ends: Array, num_decodes: int) -> None:
-        num_seqs, num_tokens = len(groups), int(ends[-1])
-        has_state = groups >= 0
-        num_decode_tokens = int(ends[num_decodes - 1]) if num_decodes else 0
-        token_of_row = np.arange(num_decode_tokens) - np.repeat(starts[:num_decodes], new_tokens[:num_decodes])
-        last_accepted = np.maximum(self._num_accepted.host[:num_seqs] - 1, 0)
-        for name, state in self._states.items():
-            by_slots = state.rewind is Rewind.SLOTS
-            base = groups * state.slots_per_req
-            read = base + last_accepted if by_slots else base
-            self._state_read[name].host[:num_seqs] = np.where(has_state, read, -1)
-            base = np.where(has_state, base, -1)
-            write = self._state_write[name].host[:num_tokens]
-            write[num_decode_tokens:] = -1
-            write[ends[num_decodes:] - 1] = base[num_decodes:]
-            per_token = np.repeat(base[:num_decodes], new_tokens[:num_decodes])
-            write[:num_decode_tokens] = np.where(per_token >= 0, per_token + token_of_row * by_slots, -1)
-
-    def _upload(
-        self, scheduled: ScheduledBatch, new_tokens: Array, max_seq_len: int, width: int, num_tokens: int
-    ) -> StepInputs:
-        num_seqs, num_decodes = len(scheduled.seqs), scheduled.num_decodes
-        positions = self._positions.upload(num_tokens)
-        batch = AttentionBatch(
+        self._table_copy(host["block_tables"]).update(self.tables, table_rows)
+        self._fill_state(host, groups, ahead, new_tokens, ends, num_decodes)
+        if shape is not None:
+            self._pad(host, shape, num_seqs, num_tokens)
+            arrays.upload(shape.num_seqs)
+            return self._padded_inputs(arrays, shape)
+        arrays.upload(num_seqs)
+        bounds = _Bounds(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
             num_decodes=num_decodes,
@@ -171,27 +169,142 @@ class BatchBuilder:
             max_query_len=int(new_tokens.max()),
             max_decode_query_len=int(new_tokens[:num_decodes].max()) if num_decodes else 0,
             max_seq_len=max_seq_len,
-            block_size=self._block_size,
-            query_start_loc=self._query_start_loc.upload(num_seqs + 1),
-            query_start_loc_host=self._query_start_loc.host[: num_seqs + 1],
-            seq_lens=self._seq_lens.upload(num_seqs),
-            seq_lens_host=self._seq_lens.host[:num_seqs],
-            num_computed=self._num_computed.upload(num_seqs),
-            num_computed_host=self._num_computed.host[:num_seqs],
-            positions=positions,
-            positions_host=self._positions.host[:num_tokens],
-            slot_mapping=self._slot_mapping.upload(num_tokens),
-            slot_mapping_host=self._slot_mapping.host[:num_tokens],
-            block_tables=self._block_tables.upload(num_seqs)[:, :width],
-            block_tables_host=self._block_tables.host[:num_seqs, :width],
-            state_groups=self._state_groups.upload(num_seqs),
-            state_groups_host=self._state_groups.host[:num_seqs],
-            num_accepted=self._num_accepted.upload(num_seqs),
-            num_accepted_host=self._num_accepted.host[:num_seqs],
-            state_read={name: buffer.upload(num_seqs) for name, buffer in self._state_read.items()},
-            state_read_host={name: buffer.host[:num_seqs] for name, buffer in self._state_read.items()},
-            state_write={name: buffer.upload(num_tokens) for name, buffer in self._state_write.items()},
-            state_write_host={name: buffer.host[:num_tokens] for name, buffer in self._state_write.items()},
         )
-        input_ids = self._input_ids.upload(num_tokens)
-        return StepInputs(input_ids.unsqueeze(0), positions.unsqueeze(0), batch)
+        return self._inputs(arrays, bounds, width)
+
+    def _table_copy(self, target: Array) -> TableCopy:
+        found = self._table_copies.get(id(target))
+        if found is None:
+            found = self._table_copies[id(target)] = TableCopy(target)
+        return found
+
+    def _make_arrays(self, num_tokens: int) -> StepArrays:
+        rows = self._limits.max_num_seqs
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "query_start_loc": ((rows + 1,), torch.int32),
+            "seq_lens": ((rows,), torch.int32),
+            "num_computed": ((rows,), torch.int32),
+            "state_groups": ((rows,), torch.int32),
+            "num_accepted": ((rows,), torch.int32),
+            "input_ids": ((num_tokens,), torch.int64),
+            "positions": ((num_tokens,), torch.int64),
+            "slot_mapping": ((num_tokens,), torch.int64),
+        }
+        for name in self._states:
+            fields[f"state_read.{name}"] = ((rows,), torch.int64)
+            fields[f"state_write.{name}"] = ((num_tokens,), torch.int64)
+        fields["block_tables"] = ((rows, self._limits.max_blocks_per_seq), torch.int32)
+        return StepArrays(fields, self._device)
+
+    def _fill_input_ids(self, scheduled: ScheduledBatch, starts: Array, computed: Array, input_ids: Array) -> None:
+        seqs, counts = scheduled.seqs, scheduled.num_new_tokens
+        num_last = 0 if scheduled.ahead else scheduled.num_decodes  # rows whose first new token is the last known
+        input_ids[starts[:num_last]] = np.fromiter((seq.last_token_id for seq in seqs[:num_last]), np.int64, num_last)
+        for row, (start, first, count) in enumerate(zip(starts.tolist(), computed.tolist(), counts, strict=True)):
+            if row >= num_last or count > 1:
+                input_ids[start : start + count] = seqs[row].tokens_between(first, first + count)
+
+    def _fill_state(
+        self,
+        host: Mapping[str, Array],
+        groups: Array,
+        ahead: Array,
+        new_tokens: Array,
+        ends: Array,
+        num_decodes: int,
+    ) -> None:
+        num_seqs, num_tokens = len(groups), int(ends[-1]) if len(ends) else 0
+        has_state = groups >= 0
+        num_decode_tokens = int(ends[num_decodes - 1]) if num_decodes else 0
+        before = (ends - new_tokens - ahead)[:num_decodes]
+        token_of_row = np.arange(num_decode_tokens) - np.repeat(before, new_tokens[:num_decodes])
+        last_token = np.where(ahead > 0, ahead, np.maximum(host["num_accepted"][:num_seqs], 1)) - 1
+        for name, state in self._states.items():
+            by_slots = state.rewind is Rewind.SLOTS
+            base = groups * state.slots_per_req
+            read = base + last_token if by_slots else base
+            host[f"state_read.{name}"][:num_seqs] = np.where(has_state, read, -1)
+            base = np.where(has_state, base, -1)
+            write = host[f"state_write.{name}"][:num_tokens]
+            write[num_decode_tokens:] = -1
+            write[ends[num_decodes:] - 1] = base[num_decodes:]
+            per_token = np.repeat(base[:num_decodes], new_tokens[:num_decodes])
+            write[:num_decode_tokens] = np.where(per_token >= 0, per_token + token_of_row * by_slots, -1)
+
+    def _pad(self, host: Mapping[str, Array], shape: StepShape, num_seqs: int, num_tokens: int) -> None:
+        """Fill rows and tokens behind the real ones: no queries, no keys, no place to write to."""
+        rows, tokens = slice(num_seqs, shape.num_seqs), slice(num_tokens, shape.num_tokens)
+        host["query_start_loc"][num_seqs + 1 : shape.num_seqs + 1] = num_tokens
+        for name in ("seq_lens", "num_computed", "num_accepted", "block_tables"):
+            host[name][rows] = 0
+        self._table_copy(host["block_tables"]).forget(num_seqs)
+        host["state_groups"][rows] = -1
+        host["input_ids"][tokens] = 0
+        host["positions"][tokens] = 0
+        host["slot_mapping"][tokens] = -1
+        for name in self._states:
+            host[f"state_read.{name}"][rows] = -1
+            host[f"state_write.{name}"][tokens] = -1
+
+    def _padded_inputs(self, arrays: StepArrays, shape: StepShape) -> StepInputs:
+        """Views of the arrays, the same in every step of a shape that fills the same half."""
+        found = self._padded_views.get((shape, arrays.half))
+        if found is not None:
+            return found
+        width = self._limits.max_blocks_per_seq
+        bounds = _Bounds(
+            num_seqs=shape.num_seqs,
+            num_tokens=shape.num_tokens,
+            num_decodes=shape.num_seqs,
+            num_decode_tokens=shape.num_tokens,
+            max_query_len=shape.tokens_per_seq,
+            max_decode_query_len=shape.tokens_per_seq,
+            max_seq_len=width * self._block_size,
+        )
+        inputs = self._padded_views[shape, arrays.half] = self._inputs(arrays, bounds, width)
+        return inputs
+
+    def _inputs(self, arrays: StepArrays, bounds: _Bounds, width: int) -> StepInputs:
+        host, device = arrays.host, arrays.device
+        rows, tokens = bounds.num_seqs, bounds.num_tokens
+        read = {name: f"state_read.{name}" for name in self._states}
+        write = {name: f"state_write.{name}" for name in self._states}
+        positions = device["positions"][:tokens]
+        batch = AttentionBatch(
+            **vars(bounds),
+            block_size=self._block_size,
+            query_start_loc=device["query_start_loc"][: rows + 1],
+            query_start_loc_host=host["query_start_loc"][: rows + 1],
+            seq_lens=device["seq_lens"][:rows],
+            seq_lens_host=host["seq_lens"][:rows],
+            num_computed=device["num_computed"][:rows],
+            num_computed_host=host["num_computed"][:rows],
+            positions=positions,
+            positions_host=host["positions"][:tokens],
+            slot_mapping=device["slot_mapping"][:tokens],
+            slot_mapping_host=host["slot_mapping"][:tokens],
+            block_tables=device["block_tables"][:rows, :width],
+            block_tables_host=host["block_tables"][:rows, :width],
+            state_groups=device["state_groups"][:rows],
+            state_groups_host=host["state_groups"][:rows],
+            num_accepted=device["num_accepted"][:rows],
+            num_accepted_host=host["num_accepted"][:rows],
+            state_read={name: device[field][:rows] for name, field in read.items()},
+            state_read_host={name: host[field][:rows] for name, field in read.items()},
+            state_write={name: device[field][:tokens] for name, field in write.items()},
+            state_write_host={name: host[field][:tokens] for name, field in write.items()},
+        )
+        return StepInputs(device["input_ids"][:tokens].unsqueeze(0), positions.unsqueeze(0), batch)
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """The Python numbers of a batch."""
+
+    num_seqs: int
+    num_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    max_query_len: int
+    max_decode_query_len: int
+    max_seq_len: int

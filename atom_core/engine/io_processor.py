@@ -32,8 +32,7 @@ class Request:
         prompt: the prompt's text, if it came as text.
         prompt_token_ids: the prompt's tokens.
         params: how to sample.
-        seqs: one per sample.
-        held: samples that wait until the first one has computed the prompt, to start from its blocks and its state.
+        seqs: one per sample; the further ones part from the first once it has computed the prompt.
         metrics: times and counts.
         detokenizers: one per sample, `None` without a tokenizer.
         error: why the request failed.
@@ -45,7 +44,6 @@ class Request:
     params: SamplingParams
     metrics: RequestMetrics
     seqs: list[Sequence] = field(default_factory=list)
-    held: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer | None] = field(default_factory=list)
     error: str | None = None
 
@@ -136,6 +134,7 @@ class InputOutputProcessor:
             self._next_sequence_id += 1
             request.seqs.append(seq)
             request.detokenizers.append(Detokenizer(self.tokenizer, params) if self.tokenizer is not None else None)
+        request.seqs[0].forks = request.seqs[1:]
         return request
 
     def take_tokens(self, request: Request, index: int, token_ids: list[int]) -> StopFound | None:

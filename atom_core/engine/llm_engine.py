@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 from atom_core.cache.block_manager import BlockManager
 from atom_core.cache.config import CacheConfig
-from atom_core.cache.tensors import allocate_caches
-from atom_core.config import EngineConfig
-from atom_core.engine.batch_builder import BatchBuilder, StateLayout
+from atom_core.config import MTP, NGRAM, EngineConfig
+from atom_core.engine.bound_model import BoundModel
+from atom_core.engine.draft_model import DraftModel
 from atom_core.engine.io_processor import InputOutputProcessor, Request
 from atom_core.engine.memory import available_bytes
-from atom_core.engine.model_runner import ModelRunner, StepOutput
+from atom_core.engine.model_runner import StepOutput
+from atom_core.engine.mtp import MtpDrafter, MtpRole
+from atom_core.engine.ngram import NgramDrafter
 from atom_core.engine.outputs import RequestOutput
+from atom_core.engine.pipeline import StepPipeline
+from atom_core.engine.profiling import measure_memory
+from atom_core.engine.sampler import Sampler
 from atom_core.engine.scheduled_batch import ScheduledBatch
 from atom_core.engine.scheduler import Scheduler, SchedulerLimits
 from atom_core.engine.sequence import Sequence, SequenceStatus
-from atom_core.engine.speculation import make_speculator
-from atom_core.engine.startup import Inspection, inspect_model, make_registry
-from atom_core.engine.state_mover import StateMover
+from atom_core.engine.speculation import Speculator, make_proposer_speculator
+from atom_core.engine.startup import inspect_model, make_registry
 from atom_core.engine.stats import EngineStats
 from atom_core.errors import ConfigError, RequestError
-from atom_core.models.binding import LayerProbe, bind_layers, claim_layers
-from atom_core.models.cpu_linear import prepare_linears
 from atom_core.models.loader import load_model, load_tokenizer
-from atom_core.models.rotary import fix_rotary_scaling
-from atom_core.plugin import Rewind, Step, StepBuffers, StepLimits
+from atom_core.models.mtp import load_mtp
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from atom_core.cache.plan import CachePlan
     from atom_core.engine.sampling import SamplingParams
     from atom_core.plugin.registry import PluginRegistry
 
@@ -75,14 +75,18 @@ class LLMEngine:
         for warning in (*self.inspection.warnings, *self.plan.warnings):
             _log.warning(warning)
         inspection = self.inspection
+        free_bytes = available_bytes(inspection.device)
         model = load_model(config, inspection.model_config, inspection.dtype, inspection.device, progress)
+        drafting = self._load_drafting(model, progress)
+        bound = BoundModel(model, config, self.registry, inspection)
+        self._measure(bound, free_bytes)
         tokenizer = None if config.skip_tokenizer else load_tokenizer(config)
         self.io = InputOutputProcessor(
             tokenizer,
             vocab_size=inspection.model_config.vocab_size,
             max_model_len=inspection.max_model_len,
             eos_token_ids=_eos_token_ids(model, tokenizer),
-            stateful=self.registry.is_stateful(inspection.model_config.model_type),
+            stateful=inspection.is_stateful,
             seed=config.seed,
         )
         self.cache_config = CacheConfig(
@@ -94,20 +98,16 @@ class LLMEngine:
             enable_prefix_caching=config.enable_prefix_caching,
             num_checkpoints=self._num_checkpoints(),
             checkpoint_interval=self.inspection.checkpoint_interval,
-            prefix_cacheable=self.inspection.figures.prefix_cacheable,
+            prefix_cacheable=self.inspection.all_figures.prefix_cacheable,
         )
-        limits = SchedulerLimits(
-            max_num_seqs=min(config.max_num_seqs, self.plan.num_groups)
-            if self.inspection.has_state
-            else config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.inspection.max_model_len,
-            prefill_chunk_tokens=config.prefill_chunk_tokens,
-            policy=config.scheduling_policy,
-        )
+        limits = self._limits()
         self.scheduler = Scheduler(limits, BlockManager(self.cache_config))
-        self.runner = _make_runner(model, config, self.registry, self.inspection, self.plan, limits)
-        self.speculator = make_speculator(self.inspection)
+        self.runner = bound.make_runner(self.plan.of_role(draft=False), limits)
+        if config.speculation != MTP:  # a captured step does not show its hidden states
+            bound.capture_all(self.runner, limits)
+        self.speculator = self._make_speculator(model, drafting, limits)
+        overlaps = inspection.device.type == "cuda" and not config.eager and self.speculator is None
+        self._pipeline = StepPipeline(self.runner, self.scheduler, overlaps=overlaps)
         self.stats = EngineStats()
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, int]] = {}
@@ -145,11 +145,8 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
         request = self.io.make_request(request_id, prompt, params, cache_salt)
         self.scheduler.check(request.seqs[0])
-        num_held = len(request.seqs) - 1 if self.config.enable_prefix_caching else 0
-        request.held = request.seqs[len(request.seqs) - num_held :]
+        self.scheduler.add(request.seqs[0])
         for index, seq in enumerate(request.seqs):
-            if index + num_held < len(request.seqs):
-                self.scheduler.add(seq)
             self._owners[seq.id] = (request, index)
         self._requests[request_id] = request
         self.stats.count_request(len(request.prompt_token_ids))
@@ -167,8 +164,6 @@ class LLMEngine:
         request = self._requests.get(request_id)
         if request is None:
             raise RequestError(f"no unfinished request has the id {request_id!r}")
-        for seq in request.held:
-            seq.finish("abort")
         for seq in request.seqs:
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.cancel(seq)
@@ -188,19 +183,24 @@ class LLMEngine:
         started = time.perf_counter()
         if self.speculator is not None:
             self.speculator.set_drafts(self.scheduler.running)
-        batch = self.scheduler.schedule()
+        batch, launched = self._pipeline.next()
         if not batch.seqs:
             return []
         scheduled = time.perf_counter()
-        result = self.runner.run(batch)
+        if self.speculator is not None:
+            self.speculator.draft(batch)
+        result = self._pipeline.run(batch, launched)
+        if self.speculator is not None:
+            self.speculator.follow(batch, result)
         ran = time.perf_counter()
-        num_known = sum(seq.num_tokens for seq in batch.seqs)
-        finished = self._take(batch, result)
+        seqs = [*batch.seqs, *(fork for row in result.forked for fork in batch.seqs[row].forks)]
+        known = [seq.num_tokens for seq in seqs]
+        finished = self._take(batch, result, seqs, known)
         self.stats.count_step(
             batch,
             result,
             self.scheduler,
-            num_generated=sum(seq.num_tokens for seq in batch.seqs) - num_known,
+            num_generated=sum(seq.num_tokens for seq in seqs) - sum(known),
             seconds=(scheduled - started, ran - scheduled, time.perf_counter() - ran),
         )
         self.runner.step_finished(self.stats.last_step)
@@ -210,34 +210,108 @@ class LLMEngine:
         """Return the engine's figures: requests, tokens, times, cache occupancy and hits."""
         return self.stats.snapshot(self.scheduler)
 
+    def _load_drafting(self, model: nn.Module, progress: Callable[[str], None] | None) -> nn.Module | None:
+        """Load what the second role runs, if there is one, before the model is changed in place."""
+        draft = self.inspection.draft
+        if draft is None:
+            return None
+        if self.config.speculation == MTP:
+            layers: nn.Module = load_mtp(model, self.inspection.model_config, self.config.random_weights)
+            return layers
+        return load_model(draft.config, draft.model_config, draft.dtype, draft.device, progress)
+
+    def _make_speculator(
+        self, model: nn.Module, drafting: nn.Module | None, limits: SchedulerLimits
+    ) -> Speculator | None:
+        config, draft = self.config, self.inspection.draft
+        if config.speculation is None:
+            return None
+        if config.speculation == NGRAM:
+            return NgramDrafter(config.num_spec_tokens, limits.max_num_seqs, limits.max_model_len)
+        if draft is None or drafting is None:
+            return make_proposer_speculator(self.inspection)
+        plan, tables = self.plan.of_role(draft=True), self.runner.tables
+        if config.speculation == MTP:
+            role = MtpRole(drafting, model)
+            runner = BoundModel(role, draft.config, self.registry, draft).make_runner(plan, limits, tables)
+            return MtpDrafter(
+                runner,
+                role,
+                model,
+                num_spec_tokens=config.num_spec_tokens,
+                sampler=Sampler(draft.model_config.vocab_size, draft.device),
+                max_num_seqs=limits.max_num_seqs,
+            )
+        bound = BoundModel(drafting, draft.config, self.registry, draft)
+        runner = bound.make_runner(plan, limits, tables)
+        bound.capture_all(runner, limits)
+        return DraftModel(runner, config.num_spec_tokens)
+
+    def _measure(self, bound: BoundModel, free_bytes: int) -> None:
+        """Plan again with the memory that the model really leaves, where a GPU's memory is the limit.
+
+        Args:
+            bound: the model.
+            free_bytes: free before it was loaded.
+        """
+        inspection = self.inspection
+        if inspection.device.type != "cuda" or self.config.cache_memory is not None or inspection.draft is not None:
+            return
+        use = measure_memory(bound, self.plan.of_role(draft=False), self._limits(), free_bytes)
+        workspace_bytes = inspection.all_figures.workspace_bytes
+        self.plan = inspection.plan(use.cache_bytes(self.config, inspection.device, free_bytes, workspace_bytes))
+
+    def _limits(self) -> SchedulerLimits:
+        return SchedulerLimits(
+            max_num_seqs=min(self.config.max_num_seqs, self.plan.num_groups)
+            if self.inspection.has_state
+            else self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.inspection.max_model_len,
+            prefill_chunk_tokens=self.config.prefill_chunk_tokens,
+            policy=self.config.scheduling_policy,
+        )
+
     def _num_groups(self) -> int:
         """Groups of the plan; of a registered model type without state, one that costs nothing for each request."""
         if self.inspection.has_state:
             return self.plan.num_groups
-        registered = self.registry.is_stateful(self.inspection.model_config.model_type)
-        return self.config.max_num_seqs if registered else 0
+        return self.config.max_num_seqs if self.inspection.is_stateful else 0
 
     def _num_checkpoints(self) -> int:
         """Checkpoints of the plan; where there is no state, one for each block costs nothing."""
         return self.plan.num_checkpoints if self.inspection.has_state else self.plan.num_blocks
 
-    def _take(self, batch: ScheduledBatch, result: StepOutput) -> list[RequestOutput]:
-        """Give a step's tokens to scheduler, text and requests."""
+    def _take(
+        self, batch: ScheduledBatch, result: StepOutput, seqs: TokenIds[Sequence], known: TokenIds[int]
+    ) -> list[RequestOutput]:
+        """Give a step's tokens to scheduler, text and requests.
+
+        Args:
+            batch: the step.
+            result: its tokens.
+            seqs: the sequences of its rows, and those that part from them.
+            known: how many tokens each of them had before.
+        """
         for row, (seq, prompt_logprobs) in enumerate(zip(batch.seqs, result.prompt_logprobs, strict=True)):
             if prompt_logprobs:
                 del seq.prompt_logprobs[seq.num_computed_tokens :]
                 seq.prompt_logprobs.extend(prompt_logprobs)
             if seq.params.logprobs is not None:
                 seq.output_logprobs.extend(result.logprobs[row])
-        known = [seq.num_tokens for seq in batch.seqs]
-        self.scheduler.postprocess(batch, result.token_ids)
-        self.runner.save_states(batch.saves)
+                for fork, logprobs in zip(seq.forks, result.forked_logprobs.get(row, ()), strict=False):
+                    fork.output_logprobs.append(logprobs)
+        self.scheduler.postprocess(batch, result.token_ids, result.forked)
+        for role in (self.runner, self.speculator):
+            if role is not None:
+                role.save_states(batch.saves)
+                role.copy_forks(batch.forks)
         self.scheduler.states_saved(batch)
-        for seq in batch.seqs:
+        for seq in seqs:
             del seq.output_logprobs[seq.num_output_tokens :]
         now = time.monotonic()
         ended: dict[str, Request] = {}
-        for seq, before in zip(batch.seqs, known, strict=True):
+        for seq, before in zip(seqs, known, strict=True):
             if seq.num_tokens == before:
                 continue
             request, index = self._owners[seq.id]
@@ -253,9 +327,6 @@ class LLMEngine:
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
             request.metrics.num_cached_tokens = seq.num_cached_tokens
-            for other in request.held:
-                self.scheduler.add(other)
-            request.held = []
         request.metrics.num_preemptions = seq.num_preemptions
         stop = self.io.take_tokens(request, index, seq.token_ids[before:].tolist())
         if stop is not None and (seq.finish_reason != "stop" or stop.num_tokens < seq.num_output_tokens):
@@ -268,75 +339,6 @@ class LLMEngine:
             self._owners.pop(seq.id, None)
             if self.speculator is not None:
                 self.speculator.release(seq)
-
-
-def _make_runner(
-    model: nn.Module,
-    config: EngineConfig,
-    registry: PluginRegistry,
-    inspection: Inspection,
-    plan: CachePlan,
-    limits: SchedulerLimits,
-) -> ModelRunner:
-    """Bind the model's layers to caches, and prove with a first step that every layer runs."""
-    model_config, device, dtype = inspection.model_config, inspection.device, inspection.dtype
-    fix_rotary_scaling(model, inspection.max_model_len)
-    claimed = claim_layers(model, registry, model_config, config.tensor_parallel_size)
-    step = Step()
-    bind_layers(model, claimed, step)
-    if device.type == "cpu":
-        prepare_linears(model, claimed.replaced, available_bytes(device) // 4)
-    caches = allocate_caches(
-        inspection.hooks,
-        claimed.layers,
-        model_config=model_config,
-        figures=inspection.figures,
-        plan=plan,
-        cache_dtype=dtype,
-        num_spec_tokens=config.num_spec_tokens,
-        kernels=registry.kernel_table(config.kernels),
-        device=device,
-    )
-    states = {
-        plugin: StateLayout(
-            inspection.figures.slots_per_req[plugin], Rewind(inspection.figures.requirements[plugin].rewind)
-        )
-        for plugin, num_bytes in inspection.figures.slot_bytes.items()
-        if num_bytes
-    }
-    step_limits = StepLimits(
-        max_num_seqs=limits.max_num_seqs,
-        max_num_tokens=limits.max_num_batched_tokens,
-        max_blocks_per_seq=-(-inspection.max_model_len // plan.block_size),
-        block_size=plan.block_size,
-    )
-    buffers = StepBuffers(step_limits, device)
-    runner = ModelRunner(
-        model,
-        claimed.layers,
-        inspection.hooks,
-        step,
-        BatchBuilder(states, buffers),
-        buffers,
-        StateMover(caches, states, plan.num_groups),
-        vocab_size=model_config.vocab_size,
-        device=device,
-    )
-    with LayerProbe(claimed):
-        runner.run(_probe_batch(limits, inspection.has_state))
-    return runner
-
-
-def _probe_batch(limits: SchedulerLimits, has_state: bool) -> ScheduledBatch:
-    """One row of up to two tokens in block 0 and group 0; nobody reads what it leaves there."""
-    from atom_core.engine.sampling import SamplingParams
-
-    seq = Sequence(-1, [0] * min(2, limits.max_num_batched_tokens), SamplingParams(temperature=0), max_num_tokens=8)
-    seq.block_table = [0]
-    seq.row = 0
-    if has_state:
-        seq.per_req_cache_group = 0
-    return ScheduledBatch([seq], [seq.num_tokens], 0, [seq] if has_state else [])
 
 
 def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

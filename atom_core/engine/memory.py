@@ -12,7 +12,7 @@ from atom_core.errors import CapacityError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["available_bytes", "cache_budget_bytes", "format_bytes"]
+__all__ = ["available_bytes", "cache_budget_bytes", "format_bytes", "memory_limit_bytes"]
 
 _DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.25}
 
@@ -30,20 +30,27 @@ def cache_budget_bytes(config: EngineConfig, device: torch.device, weight_bytes:
     """
     if config.cache_memory is not None:
         return parse_bytes(config.cache_memory)
-    if config.memory is not None:
-        total = parse_bytes(config.memory)
-        origin = "memory"
-    else:
-        fraction = config.memory_fraction or _DEFAULT_FRACTION[device.type]
-        free = available_bytes(device)
-        total = int(free * fraction)
-        origin = f"{fraction} of {format_bytes(free)} free on {device}"
+    total, origin = memory_limit_bytes(config, device, available_bytes(device))
     if total <= weight_bytes:
         raise CapacityError(
             f"the weights take {format_bytes(weight_bytes)}, but there are {format_bytes(total)} for weights and "
             f"caches ({origin}); give more with memory= or memory_fraction="
         )
     return total - weight_bytes
+
+
+def memory_limit_bytes(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:
+    """Return the bytes for weights, workspace and caches together, and where the figure comes from.
+
+    Args:
+        config: `memory` is the answer itself, else a share of what is free.
+        device: where.
+        free_bytes: free before anything is loaded.
+    """
+    if config.memory is not None:
+        return parse_bytes(config.memory), "memory"
+    fraction = config.memory_fraction or _DEFAULT_FRACTION[device.type]
+    return int(free_bytes * fraction), f"{fraction} of {format_bytes(free_bytes)} free on {device}"
 
 
 def available_bytes(device: torch.device) -> int:

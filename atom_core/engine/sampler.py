@@ -15,7 +15,7 @@ from atom_core.engine.logprobs import prompt_logprobs, row_pieces, token_logprob
 from atom_core.engine.sampling import Logprob, SamplingKind, SamplingParams
 from atom_core.errors import EngineError
 
-__all__ = ["SampledTokens", "Sampler", "SamplingRow", "edit_logits", "prompt_logprobs"]
+__all__ = ["SampledTokens", "Sampler", "SamplingRow", "edit_logits", "needs_host", "prompt_logprobs"]
 
 _KINDS: tuple[SamplingKind, ...] = ("greedy", "plain", "ranked", "nucleus")
 
@@ -71,9 +71,39 @@ class Sampler:
         Raises:
             EngineError: the logits' shape is not [rows, vocab_size].
         """
+        token_ids = self.choose(logits, rows)
+        return SampledTokens(token_ids.tolist(), self.logprobs(logits, token_ids, rows))
+
+    def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """Choose one token per row, on the logits' device.
+
+        On a GPU this waits for the device only where a row's filters do: `needs_host` says so.
+
+        Args:
+            logits: [rows, vocab_size], any floating dtype; not changed.
+            rows: one per row of logits.
+
+        Returns:
+            [rows] int64.
+
+        Raises:
+            EngineError: the logits' shape is not [rows, vocab_size].
+        """
         self._check(logits, rows)
         edited = edit_logits(logits, rows)
-        token_ids = self._by_kind(edited, rows, self._choose, torch.empty(len(rows), dtype=torch.int64))
+        result = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        return self._by_kind(edited, rows, self._choose, result)
+
+    def logprobs(
+        self, logits: Tensor, token_ids: Tensor, rows: Sequence[SamplingRow]
+    ) -> list[dict[int, Logprob] | None]:
+        """Report logprobs of chosen tokens, for the rows that asked.
+
+        Args:
+            logits: [rows, vocab_size], any floating dtype, unfiltered.
+            token_ids: [rows] int64, from `choose`.
+            rows: one per row of logits.
+        """
         logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
         asking = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         if asking:
@@ -81,7 +111,7 @@ class Sampler:
             answers = token_logprobs(logits[asking], token_ids[asking], nums_top)
             for index, answer in zip(asking, answers, strict=True):
                 logprobs[index] = answer
-        return SampledTokens(token_ids.tolist(), logprobs)
+        return logprobs
 
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Give the distributions that `__call__` draws from; a greedy row's has all mass on one token.
@@ -97,7 +127,7 @@ class Sampler:
             EngineError: the logits' shape is not [rows, vocab_size].
         """
         self._check(logits, rows)
-        result = torch.empty(logits.shape, dtype=torch.float32)
+        result = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
         return self._by_kind(edit_logits(logits, rows), rows, self._distribute, result)
 
     def uniforms(self, rows: Sequence[SamplingRow], stream: int = 0) -> Tensor:
@@ -110,7 +140,7 @@ class Sampler:
         Returns:
             [rows] float64 in [0, 1), on the sampler's device.
         """
-        return uniform_numbers([row.seed for row in rows], [row.position for row in rows], stream).to(self._device)
+        return self._upload(uniform_numbers([row.seed for row in rows], [row.position for row in rows], stream))
 
     def _check(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         expected = (len(rows), self._vocab_size)
@@ -126,13 +156,12 @@ class Sampler:
     ) -> Tensor:
         """Do the work on the rows of each kind together, on few of them at a time, and put the answers in place."""
         kinds = [row.params.kind for row in rows]
-        result = result.to(self._device)
         for kind in _KINDS:
             index = [place for place, other in enumerate(kinds) if other == kind]
             if len(index) == len(rows):
                 return self._in_pieces(kind, logits, rows, work)
             if index:
-                where = torch.tensor(index, device=self._device)
+                where = self._upload(torch.tensor(index))
                 result[where] = self._in_pieces(kind, logits[where], [rows[place] for place in index], work)
         return result
 
@@ -170,7 +199,18 @@ class Sampler:
             (params.temperature, min(params.top_k, self._vocab_size), params.top_p, params.min_p)
             for params in (row.params for row in rows)
         ]
-        return torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
+        return self._upload(torch.from_numpy(np.array(values, dtype=np.float64)))
+
+    def _upload(self, values: Tensor) -> Tensor:
+        """Send to the device without waiting for what runs there."""
+        if self._device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self._device, non_blocking=True)
+
+
+def needs_host(params: SamplingParams) -> bool:
+    """Say whether choosing a token needs the tokens before it, or the device's answers, on the host."""
+    return params.penalizes or params.logprobs is not None or params.kind not in ("greedy", "plain")
 
 
 def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

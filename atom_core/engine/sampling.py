@@ -39,7 +39,7 @@ class SamplingParams:
     Tokens with equal logits are kept or removed together.
 
     Attributes:
-        n: samples of one prompt.
+        n: samples of one prompt, which is computed once; they run at once, so no more than `max_num_seqs`.
         max_tokens: most tokens of output; `None` goes on to the model's limit.
         min_tokens: end-of-sequence and stop tokens cannot be chosen, and stop strings do not count, before this many.
         temperature: divides the logits; below 1e-5 the likeliest token is taken (greedy).

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Literal
 
 from atom_core.cache.block_manager import BlockManager
-from atom_core.engine.scheduled_batch import CheckpointSave, ScheduledBatch
+from atom_core.engine.scheduled_batch import CheckpointSave, Fork, ScheduledBatch
 from atom_core.engine.sequence import Sequence, SequenceStatus
 from atom_core.errors import EngineError, RequestError
 
@@ -81,12 +82,19 @@ class Scheduler:
                 f"the prompt has {seq.num_prompt_tokens} tokens; with max_model_len {self.limits.max_model_len} "
                 f"at most {self.limits.max_model_len - 1} fit, since one must be generated"
             )
+        num_samples = 1 + len(seq.forks)
+        if num_samples > self.limits.max_running:
+            raise RequestError(
+                f"n is {num_samples}, but samples of a prompt run at once, and at most {self.limits.max_running} "
+                f"sequences do (the least of max_num_seqs, max_num_batched_tokens and the groups of per-request state)"
+            )
         reason = self.block_manager.can_never_allocate(seq.max_num_tokens, seq.has_per_req_cache)
         if reason is not None:
             raise RequestError(reason)
 
     def cancel(self, seq: Sequence) -> None:
-        """Take an unfinished sequence out and release what it holds."""
+        """Take an unfinished sequence out and release what it holds; samples that wait to part from it end with it."""
+        _drop_forks(seq)
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         elif seq.status is SequenceStatus.RUNNING:
@@ -117,8 +125,33 @@ class Scheduler:
             )
         return batch
 
-    def postprocess(self, batch: ScheduledBatch, sampled: Rows[Rows[int]]) -> list[Sequence]:
-        """Take a finished step's tokens, and decide which of its states to keep in `batch.saves`.
+    def follow(self, batch: ScheduledBatch) -> ScheduledBatch | None:
+        """Choose the step after one whose tokens are not known yet.
+
+        Args:
+            batch: a step that was launched.
+
+        Returns:
+            The rows that decode again whatever their tokens are, with blocks for them; `None` where the next step
+            depends on the tokens, on who waits, or where the states that this step makes are to be kept.
+        """
+        if batch.num_decodes != len(batch.seqs) or len(self.running) != len(batch.seqs):
+            return None
+        if self.waiting and len(self.running) < self.limits.max_running:
+            return None
+        seqs = [seq for seq in batch.seqs if seq.num_tokens + 1 < seq.max_num_tokens]
+        if not seqs or any(self.block_manager.keeps_state(seq, seq.num_tokens) for seq in batch.seqs):
+            return None
+        if not all(self.block_manager.append(seq, seq.num_tokens + 1) for seq in seqs):
+            return None
+        for seq in seqs:
+            seq.reserve(1)
+        return ScheduledBatch(seqs, [1] * len(seqs), len(seqs), ahead=[1] * len(seqs), follows=True)
+
+    def postprocess(
+        self, batch: ScheduledBatch, sampled: Rows[Rows[int]], forked: Mapping[int, Rows[int]] | None = None
+    ) -> list[Sequence]:
+        """Take a finished step's tokens, and decide which of its states to keep in `batch.saves` and `batch.forks`.
 
         Copy these, then call `states_saved`, both before the next step is scheduled.
 
@@ -126,6 +159,7 @@ class Scheduler:
             batch: the step's rows.
             sampled: for each row the tokens that it gained: none for a chunk that does not complete, one for a
                 plain row, up to 1 + drafts for a row that verified.
+            forked: by row whose sequence has forks and whose prompt is computed, the first token of each fork.
 
         Returns:
             The sequences that finished.
@@ -142,13 +176,12 @@ class Scheduler:
             seq.num_draft_tokens = 0
             seq.num_computed_tokens += len(tokens) if verified else num_new
             seq.num_accepted = len(tokens) if verified else 1
-            for token in tokens:
-                seq.append_token(token)
-                if self._finishes(seq, token):
-                    break
+            self._append(seq, tokens)
             end = min(seq.num_computed_tokens, seq.num_tokens)
             if end // block_size > start // block_size:
                 self._keep(batch, row, start, end)
+            if forked and row in forked:
+                finished += self._fork(batch, seq, forked[row])
             if seq.status is SequenceStatus.FINISHED:
                 finished.append(seq)
         for seq in finished:
@@ -162,6 +195,7 @@ class Scheduler:
 
     def stop(self, seq: Sequence, reason: str | int | None) -> None:
         """End a sequence from outside, for example at a stop string; one that has just ended otherwise, too."""
+        _drop_forks(seq)
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         seq.finish("stop", reason)
@@ -210,20 +244,49 @@ class Scheduler:
         for seq in self.running:
             if budget > 0 and seq.is_prefilling:
                 budget -= self._add_chunk(batch, seq, budget)
-        while budget > 0 and self.waiting and len(self.running) < self.limits.max_running and not batch.preempted:
+        promised = sum(len(seq.forks) for seq in self.running)  # rows, and with them groups, kept for samples to part
+        while budget > 0 and self.waiting and not batch.preempted:
             seq = self.waiting[0]
-            reserve = len(self.running)
+            num_running = len(self.running) + promised
+            if num_running + 1 + len(seq.forks) > self.limits.max_running:
+                break
+            reserve = num_running + len(seq.forks) if num_running else 0
             if not self.block_manager.can_allocate(seq, reserve_blocks=reserve):
                 break
+            promised += len(seq.forks)
             self.waiting.popleft()
             self.block_manager.allocate(seq)
-            seq.status = SequenceStatus.RUNNING
-            seq.prefill_target = seq.num_tokens
-            seq.row, seq.num_synced_blocks = self._free_rows.pop(), 0
-            insort(self.running, seq, key=_arrival)
+            self._start(seq)
             if seq.per_req_cache_group >= 0:
                 batch.leased.append(seq)
             budget -= self._add_chunk(batch, seq, budget)
+
+    def _start(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        seq.prefill_target = seq.num_tokens
+        seq.row, seq.num_synced_blocks = self._free_rows.pop(), 0
+        insort(self.running, seq, key=_arrival)
+
+    def _fork(self, batch: ScheduledBatch, seq: Sequence, tokens: Rows[int]) -> list[Sequence]:
+        """Let samples part from a sequence whose prompt is computed; those without a block queue up like any other.
+
+        Returns:
+            The samples that ended with their first token.
+        """
+        ended = []
+        forks, seq.forks = seq.forks, []
+        for fork, token in zip(forks, tokens, strict=True):
+            if not self.block_manager.can_fork(seq):
+                self.add(fork)
+                continue
+            blocks = self.block_manager.fork(seq, fork)
+            self._start(fork)
+            fork.num_accepted = 1
+            batch.forks.append(Fork(seq.per_req_cache_group, fork.per_req_cache_group, blocks))
+            fork.append_token(token)
+            if self._finishes(fork, token):
+                ended.append(fork)
+        return ended
 
     def _add_chunk(self, batch: ScheduledBatch, seq: Sequence, budget: int) -> int:
         start = seq.num_computed_tokens
@@ -239,7 +302,7 @@ class Scheduler:
         A chunk leaves the state after its last token only, a decode row the states after each.
         """
         seq, blocks = batch.seqs[row], self.block_manager
-        if seq.per_req_cache_group >= 0 and blocks.states.num_checkpoints:
+        if seq.per_req_cache_group >= 0 and blocks.states.num_checkpoints and not batch.overtaken:
             size, decodes = blocks.block_size, row < batch.num_decodes
             first = start // size * size + size if decodes else end
             for boundary in range(first, end + 1, size):
@@ -248,6 +311,17 @@ class Scheduler:
                     token = boundary - start - 1 if decodes else 0
                     batch.saves.append(CheckpointSave(checkpoint_id, seq.per_req_cache_group, token))
         blocks.publish(seq, end)
+
+    def _append(self, seq: Sequence, tokens: Rows[int]) -> None:
+        """Add tokens up to the one that ends the sequence."""
+        if len(tokens) > 1 and seq.num_tokens + len(tokens) < seq.max_num_tokens:
+            if seq.stop_token_ids.isdisjoint(tokens):
+                seq.append_tokens(tokens)
+                return
+        for token in tokens:
+            seq.append_token(token)
+            if self._finishes(seq, token):
+                return
 
     def _finishes(self, seq: Sequence, token: int) -> bool:
         if token in seq.stop_token_ids and seq.num_output_tokens > seq.params.min_tokens:
@@ -261,6 +335,12 @@ class Scheduler:
         self.running.remove(seq)
         self._free_rows.append(seq.row)
         seq.row = -1
+
+
+def _drop_forks(seq: Sequence) -> None:
+    for fork in seq.forks:
+        fork.finish("abort")
+    seq.forks = []
 
 
 def _arrival(seq: Sequence) -> int:

@@ -44,6 +44,7 @@ class Sequence:
         restore_checkpoint: the checkpoint that the state is restored from at the next step.
         cache_salt: only sequences with the same salt share blocks.
         use_prefix_cache: whether hits are allowed; not where logits of the whole prompt are wanted.
+        forks: further samples of the same prompt, which part from this one once the prompt is computed.
         row: its row of the step's block tables while running, -1 else; given out by the scheduler.
         num_synced_blocks: leading blocks of `block_table` that this row already has.
     """
@@ -86,6 +87,7 @@ class Sequence:
         self.restore_checkpoint: int | None = None
         self.cache_salt = cache_salt
         self.use_prefix_cache = params.prompt_logprobs is None
+        self.forks: list[Sequence] = []
         self.row = -1
         self.num_synced_blocks = 0
         self.output_logprobs: list[dict[int, Logprob] | None] = []
@@ -129,12 +131,33 @@ class Sequence:
         self.num_tokens += 1
         self.last_token_id = token_id
 
+    def append_tokens(self, token_ids: TokenIds[int]) -> None:
+        """Add generated tokens."""
+        end = self.num_tokens + len(token_ids)
+        self._reserve(end)
+        self._buffer[self.num_tokens : end] = token_ids
+        self.num_tokens = end
+        self.last_token_id = token_ids[-1]
+
     def set_drafts(self, token_ids: TokenIds[int]) -> None:
         """Put draft tokens behind the known ones."""
         end = self.num_tokens + len(token_ids)
         self._reserve(end)
         self._buffer[self.num_tokens : end] = token_ids
         self.num_draft_tokens = len(token_ids)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room behind the known tokens for more that are not known yet."""
+        self._reserve(self.num_tokens + num_tokens)
+
+    def reserve_drafts(self, num_tokens: int) -> None:
+        """Make room for drafts that `set_draft` fills in."""
+        self._reserve(self.num_tokens + num_tokens)
+        self.num_draft_tokens = num_tokens
+
+    def set_draft(self, index: int, token_id: int) -> None:
+        """Fill in one of the reserved drafts."""
+        self._buffer[self.num_tokens + index] = token_id
 
     def truncate(self, num_tokens: int) -> None:
         """Drop generated tokens behind the first `num_tokens`, because the sequence ended there."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from atom_core.engine.ngram import NgramProposer
+from atom_core.config import DRAFT_MODEL, MTP, NGRAM
 from atom_core.errors import ConfigError, PluginError
 from atom_core.plugin.ops import load_function
 from atom_core.plugin.proposer import DraftRequest, Proposer
@@ -13,16 +14,52 @@ from atom_core.plugin.types import Rewind
 
 if TYPE_CHECKING:
     from atom_core.config import EngineConfig
-    from atom_core.engine.sequence import Sequence
+    from atom_core.engine.model_runner import StepOutput
+    from atom_core.engine.scheduled_batch import CheckpointSave, Fork, ScheduledBatch
+    from atom_core.engine.sequence import Sequence as TokenSequence
     from atom_core.engine.startup import Inspection
 
-__all__ = ["Speculator", "check_rewind", "make_speculator"]
-
-_NGRAM = "ngram"
+__all__ = ["ProposerSpeculator", "Speculator", "check_rewind", "make_proposer_speculator"]
 
 
-class Speculator:
-    """Puts drafts behind the known tokens of sequences that decode.
+class Speculator(ABC):
+    """Puts drafts behind the known tokens of sequences that decode; the step then verifies them.
+
+    In every step the engine calls `set_drafts`, schedules, calls `draft`, runs the model, calls `follow`, takes the
+    step's tokens, and calls `save_states` and `copy_forks`. What a speculator keeps in caches of its own holds the
+    same tokens as the model's whenever blocks are published and states are copied.
+    """
+
+    @abstractmethod
+    def set_drafts(self, running: Iterable[TokenSequence]) -> None:
+        """Give each decoding sequence its drafts for the next step, or room for them.
+
+        A step gives one token more than the drafts it accepts, so the last token of a sequence needs no draft.
+        """
+
+    @abstractmethod
+    def draft(self, batch: ScheduledBatch) -> None:
+        """Fill the room that scheduling left for drafts."""
+
+    @abstractmethod
+    def follow(self, batch: ScheduledBatch, result: StepOutput) -> None:
+        """Compute what the step computed, once its tokens are chosen and before anybody takes them."""
+
+    @abstractmethod
+    def save_states(self, saves: Sequence[CheckpointSave]) -> None:
+        """Copy states of its own beside those of the model."""
+
+    @abstractmethod
+    def copy_forks(self, forks: Sequence[Fork]) -> None:
+        """Copy blocks and states of its own for samples that part."""
+
+    @abstractmethod
+    def release(self, seq: TokenSequence) -> None:
+        """Forget a sequence that has ended."""
+
+
+class ProposerSpeculator(Speculator):
+    """Asks a `Proposer`, which sees tokens only.
 
     Args:
         proposer: guesses them.
@@ -37,10 +74,8 @@ class Speculator:
         self._num_spec_tokens = num_spec_tokens
         self._vocab_size = vocab_size
 
-    def set_drafts(self, running: Iterable[Sequence]) -> None:
-        """Give each decoding sequence the drafts that its next step may verify.
-
-        A step gives one token more than the drafts it accepts, so the last token of a sequence needs no draft.
+    def set_drafts(self, running: Iterable[TokenSequence]) -> None:
+        """Ask for the drafts.
 
         Raises:
             PluginError: the proposer answered with something else than tokens, or with too many.
@@ -69,31 +104,45 @@ class Speculator:
                 )
             seq.set_drafts(drafts)
 
-    def release(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended."""
+    def draft(self, batch: ScheduledBatch) -> None:
+        """Leave the drafts as they are."""
+
+    def follow(self, batch: ScheduledBatch, result: StepOutput) -> None:
+        """Wait for the tokens until the next drafts are asked for."""
+
+    def save_states(self, saves: Sequence[CheckpointSave]) -> None:
+        """Keep no state of tokens that others may share."""
+
+    def copy_forks(self, forks: Sequence[Fork]) -> None:
+        """Learn of the new samples when drafts are asked for."""
+
+    def release(self, seq: TokenSequence) -> None:
+        """Let the proposer forget a sequence."""
         self._proposer.release(seq.id)
 
 
-def make_speculator(inspection: Inspection) -> Speculator | None:
-    """Make what the config's `speculation` names; `None` where it is off.
+def make_proposer_speculator(inspection: Inspection) -> ProposerSpeculator:
+    """Make what the config's `speculation` names: a plugin's proposer, or a `Proposer` itself.
 
     Raises:
         ConfigError: nobody brings a proposer of that name.
     """
     config, model_config = inspection.config, inspection.model_config
     chosen = config.speculation
-    if chosen is None:
-        return None
     if isinstance(chosen, str):
         proposer = _make_proposer(chosen, inspection)
         name = chosen
     else:
         proposer, name = chosen, type(chosen).__name__
-    return Speculator(proposer, name, config.num_spec_tokens, model_config.vocab_size)
+    return ProposerSpeculator(proposer, name, config.num_spec_tokens, model_config.vocab_size)
 
 
 def check_rewind(config: EngineConfig, inspection: Inspection) -> None:
     """Refuse speculation where some plugin's state cannot take rejected drafts back.
+
+    Args:
+        config: says whether and how to speculate.
+        inspection: of one role.
 
     Raises:
         ConfigError: names these plugins.
@@ -114,13 +163,11 @@ def check_rewind(config: EngineConfig, inspection: Inspection) -> None:
 
 
 def _make_proposer(name: str, inspection: Inspection) -> Proposer:
-    if name == _NGRAM:
-        return NgramProposer()
     known = inspection.registry.proposers()
     if name not in known:
         raise ConfigError(
-            f"there is no proposer {name!r}; known: {', '.join([_NGRAM, *sorted(known)])}. Proposers come from the "
-            f"core and from plugins that implement atom_proposers"
+            f"there is no proposer {name!r}; known: {', '.join([NGRAM, DRAFT_MODEL, MTP, *sorted(known)])}. Proposers "
+            f"come from the core and from plugins that implement atom_proposers"
         )
     factory = load_function(known[name])
     proposer: Proposer = factory(

@@ -10,7 +10,7 @@ from atom_core.plugin import Rewind
 
 if TYPE_CHECKING:
     from atom_core.cache.tensors import CacheTensors
-    from atom_core.engine.scheduled_batch import CheckpointSave
+    from atom_core.engine.scheduled_batch import CheckpointSave, Fork
     from atom_core.engine.sequence import Sequence as TokenSequence
 
 __all__ = ["StateMover"]
@@ -54,6 +54,21 @@ class StateMover:
                         [self._checkpoint_slot(count, seq.restore_checkpoint) for seq in restored],
                         [seq.per_req_cache_group * count for seq in restored],
                     )
+                    for plugin, count in self._slots_per_req.items()
+                }
+            )
+
+    def fork(self, forks: Sequence[Fork]) -> None:
+        """Copy partial blocks and states for samples that part, behind the forward that made them."""
+        copies = [fork.blocks for fork in forks if fork.blocks is not None]
+        if copies:
+            sources, destinations = zip(*copies, strict=True)
+            self.caches.copy_blocks(sources, destinations)
+        parted = [fork for fork in forks if fork.new_group >= 0]
+        if parted and self._layouts:
+            self.caches.copy_slots(
+                {
+                    plugin: ([fork.group * count for fork in parted], [fork.new_group * count for fork in parted])
                     for plugin, count in self._slots_per_req.items()
                 }
             )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from atom_core.errors import ClaimError, EngineError, LayerError
-from atom_core.plugin import AttentionLayer, Step
+from atom_core.plugin import KEYWORDS_WITHOUT_MEANING, AttentionLayer, Step
 from atom_core.plugin.known_layers import distribution_for
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ __all__ = [
     "LayerProbe",
     "bind_layers",
     "claim_layers",
+    "decoder_layers",
     "register_attention_interface",
 ]
 
@@ -31,17 +32,6 @@ ATTENTION_NAME = "atom"
 """Name under which transformers finds the core's attention function."""
 
 _CACHE_PARAMETERS = frozenset({"cache", "cache_params", "layer_past", "past_key_value", "past_key_values"})
-_NO_MEANING_HERE = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "is_causal",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -66,14 +56,17 @@ class ClaimedLayers:
         return frozenset(layer.module_name for layer in self.layers if isinstance(layer, nn.Module))
 
 
-def register_attention_interface() -> None:
+def register_attention_interface(wrapped: Callable[[Any], Any] = lambda function: function) -> None:
     """Make transformers call the bound layers for models whose attention implementation is `atom`.
 
     No mask function goes with it: transformers then builds no mask, and the layers know theirs.
+
+    Args:
+        wrapped: what to make of the function that dispatches.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionInterface.register(ATTENTION_NAME, wrapped(_attend))
 
 
 def _attend(
@@ -122,7 +115,7 @@ def _attend(
     for name, argument in keywords.items():
         if name in layer.known_keywords:
             known[name] = argument
-        elif argument is not None and name not in _NO_MEANING_HERE:
+        elif argument is not None and name not in KEYWORDS_WITHOUT_MEANING:
             raise LayerError(
                 f"{layer.module_name} ({type(module).__name__}) passed {name!r} to the attention interface, which "
                 f"{type(layer).__name__} does not know; it knows {', '.join(sorted(layer.known_keywords)) or 'none'}"
@@ -168,7 +161,7 @@ def claim_layers(
         warning = None if claim.exact else registry.not_dedicated(type(module).__name__, owner)
         if warning:
             warnings[warning] = None
-    _check_decoder_layers(model, registry, model_config, modules)
+    _checkdecoder_layers(model, registry, model_config, modules)
     _check_recurrent_modules(model, registry, modules)
     return ClaimedLayers(tuple(layers), modules, owners, tuple(warnings))
 
@@ -242,12 +235,15 @@ def _outside_claimed(model: nn.Module, claimed: dict[str, nn.Module]) -> Iterato
         stack.extend(reversed(children))
 
 
-def _decoder_layers(
+def decoder_layers(
     model: nn.Module, model_config: PreTrainedConfig, claimed: dict[str, nn.Module]
 ) -> list[tuple[str, nn.Module]]:
-    """The decoder layers: children of the outermost module lists that hold claimed modules.
+    """Return the decoder layers: children of the outermost module lists that hold claimed modules.
 
     Where nothing is claimed, the first list that is as long as the config says.
+
+    Raises:
+        ClaimError: there is no such list.
     """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     holding = [name for name in lists if any(owned.startswith(name + ".") for owned in claimed)]
@@ -262,10 +258,10 @@ def _decoder_layers(
     return [(f"{name}.{index}", child) for name in found for index, child in enumerate(lists[name])]
 
 
-def _check_decoder_layers(
+def _checkdecoder_layers(
     model: nn.Module, registry: PluginRegistry, model_config: PreTrainedConfig, claimed: dict[str, nn.Module]
 ) -> None:
-    for layer_name, layer in _decoder_layers(model, model_config, claimed):
+    for layer_name, layer in decoder_layers(model, model_config, claimed):
         if not any(name == layer_name or name.startswith(layer_name + ".") for name in claimed):
             name, suspect = _suspect(layer_name, layer)
             raise ClaimError(_unclaimed_message(name, suspect, registry, "no plugin claims it"))

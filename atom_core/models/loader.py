@@ -31,6 +31,7 @@ __all__ = [
     "build_meta_model",
     "load_model",
     "load_tokenizer",
+    "resolve_cache_dtype",
     "resolve_config",
     "resolve_device",
     "resolve_dtype",
@@ -89,6 +90,14 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return device
 
 
+def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of paged tensors: the one asked for, else that of the activations."""
+    if config.cache_dtype == "auto":
+        return dtype
+    named: torch.dtype = getattr(torch, config.cache_dtype)
+    return named
+
+
 def build_meta_model(model_config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
     """Build the model on the meta device: every module and shape, no memory.
 
@@ -126,7 +135,7 @@ def load_model(
     elif config.random_weights is not None:
         if progress is not None:
             progress(f"making random weights from seed {config.random_weights}")
-        model = random_model(_build, model_config, dtype, config.random_weights)
+        model = random_model(_build, model_config, dtype, config.random_weights, device)
     else:
         place = locate(config.model, "weights", revision=config.revision, progress=progress)
         if place.suffix == ".gguf":

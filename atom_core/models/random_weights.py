@@ -18,11 +18,17 @@ def random_model(
     model_config: PreTrainedConfig,
     dtype: torch.dtype,
     seed: int,
+    device: torch.device,
 ) -> PreTrainedModel:
-    """Build a model on the CPU with its own initialization, drawn in float32 from `seed`, then cast to `dtype`.
+    """Build a model with its own initialization, drawn from `seed`.
 
-    The weights do not depend on the global random state, which is left as it was, nor on the device they go to.
+    The weights do not depend on the global random state, which is left as it was. For the CPU they are drawn in
+    float32 and cast to `dtype`; on a GPU they are drawn there in `dtype`, in seconds for any size: other weights.
     """
+    if device.type == "cuda":
+        with torch.random.fork_rng(devices=[device]), device:
+            torch.cuda.manual_seed(seed)
+            return build(model_config, dtype)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model = build(model_config, torch.float32)

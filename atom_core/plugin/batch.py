@@ -17,6 +17,9 @@ __all__ = ["AttentionBatch", "HostDeviceBuffer", "Step", "StepBuffers", "StepLim
 class HostDeviceBuffer:
     """An array that the host fills and the device reads, at a fixed address.
 
+    On a GPU the host side is there twice, in turns: the copy of one step may still read one while the next step fills
+    the other. So a step fills all that it uses, and nobody keeps `host` from one step to the next.
+
     Attributes:
         host: numpy view of the host side (pinned memory where the device is a GPU).
         device: the device side; the very same memory on the CPU.
@@ -26,9 +29,16 @@ class HostDeviceBuffer:
         import torch
 
         pinned = device.type == "cuda"
-        self._host_tensor = torch.full(shape, fill, dtype=dtype, pin_memory=pinned)
-        self.host: np.ndarray[Any, Any] = self._host_tensor.numpy()
-        self.device: Tensor = self._host_tensor.to(device) if pinned else self._host_tensor
+        self._sides = [torch.full(shape, fill, dtype=dtype, pin_memory=pinned) for _ in range(1 + pinned)]
+        self._views = [side.numpy() for side in self._sides]
+        self._turn = 0
+        self.host: np.ndarray[Any, Any] = self._views[0]
+        self.device: Tensor = self._sides[0].to(device) if pinned else self._sides[0]
+
+    def turn(self) -> None:
+        """Take the other host side; the core calls it before each step."""
+        self._turn = (self._turn + 1) % len(self._sides)
+        self.host = self._views[self._turn]
 
     def upload(self, num_rows: int) -> Tensor:
         """Send the first `num_rows` rows to the device, in stream order.
@@ -36,8 +46,9 @@ class HostDeviceBuffer:
         Returns:
             The device side's first `num_rows` rows.
         """
-        if self.device is not self._host_tensor:
-            self.device[:num_rows].copy_(self._host_tensor[:num_rows], non_blocking=True)
+        side = self._sides[self._turn]
+        if self.device is not side:
+            self.device[:num_rows].copy_(side[:num_rows], non_blocking=True)
         return self.device[:num_rows]
 
 
@@ -63,12 +74,18 @@ class StepBuffers:
 
     Attributes:
         limits: the largest step, which a buffer's shape must hold.
+        device: where buffers are read.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
         self.limits = limits
-        self._device = device
+        self.device = device
         self._buffers: dict[str, HostDeviceBuffer] = {}
+
+    def turn(self) -> None:
+        """Take the other host side of every buffer; the core calls it before each step."""
+        for buffer in self._buffers.values():
+            buffer.turn()
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: int | float = 0) -> HostDeviceBuffer:
         """Return the buffer `name`, made with this shape the first time.
@@ -84,7 +101,7 @@ class StepBuffers:
         """
         found = self._buffers.get(name)
         if found is None:
-            found = self._buffers[name] = HostDeviceBuffer(shape, dtype, self._device, fill)
+            found = self._buffers[name] = HostDeviceBuffer(shape, dtype, self.device, fill)
         if tuple(found.device.shape) != tuple(shape) or found.device.dtype != dtype:
             raise ValueError(
                 f"buffer {name!r} has shape {tuple(found.device.shape)} and {found.device.dtype}, "
@@ -110,11 +127,12 @@ class AttentionBatch:
         max_decode_query_len: most tokens of a decode row.
         max_seq_len: most keys of a row, its new tokens included.
         block_size: tokens per block.
-        query_start_loc: [num_seqs + 1] int32, first flat token of each row; the last is num_tokens.
+        query_start_loc: [num_seqs + 1] int32, first flat token of each row; the last is num_tokens, or less where
+            tokens of no row follow.
         seq_lens: [num_seqs] int32, num_computed + new tokens.
         num_computed: [num_seqs] int32, tokens already in the cache.
         positions: [num_tokens] int64.
-        slot_mapping: [num_tokens] int64, block * block_size + offset of the token's place.
+        slot_mapping: [num_tokens] int64, block * block_size + offset of the token's place; -1 for a token of no row.
         block_tables: [num_seqs, max_blocks] int32; entries past a row's blocks are 0.
         state_groups: [num_seqs] int32, the row's group, -1 for none.
         num_accepted: [num_seqs] int32, tokens kept from the row's previous step; 0 at its first.

@@ -212,7 +212,7 @@ class AtomSpecs:
             layers: all claimed layers.
             model_config: the model's config.
             num_slots: by plugin, groups x slots per request + checkpoint slots.
-            cache_dtype: dtype of paged tensors.
+            cache_dtype: dtype of activations, also where paged tensors have another.
             num_spec_tokens: most draft tokens of a request and step.
             device: where.
 
@@ -255,7 +255,18 @@ class AtomSpecs:
     ) -> Mapping[str, Any]:
         """Build what the plugin's layers need in a step beyond the batch. Called once per step.
 
-        Tensors go into persistent buffers, so that a captured graph reads the new values.
+        A decode step may be captured as a device graph: the hook is called with a batch of padding alone, outside the
+        capture, and its answer is what the layers see while they are captured, and so in every replay. Before each
+        replay the hook is called again, with the same maxima and the same tensors, filled anew; that answer is
+        dropped. So for plugins whose `graph_support` is not `never`, what the answer holds of a step of decodes alone
+        is of three kinds: tensors of the batch and views of them, persistent buffers that every call fills and
+        uploads, and Python values that follow from the batch's maxima and counts. Scratch that a layer puts into the
+        answer while it is captured belongs to the graph and is computed again in every replay.
+
+        Args:
+            layers: all layers of the model.
+            batch: the step.
+            buffers: where persistent buffers come from, at addresses that stay.
 
         Returns:
             The plugin's name to an object; layers read it as `step.metadata[name]`.

@@ -12,7 +12,23 @@ if TYPE_CHECKING:
     from atom_core.plugin.ops import KernelTable
     from atom_core.plugin.types import KVCacheTensor
 
-__all__ = ["AttentionLayer", "InterfaceLayer"]
+__all__ = ["KEYWORDS_WITHOUT_MEANING", "AttentionLayer", "InterfaceLayer"]
+
+KEYWORDS_WITHOUT_MEANING = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "is_causal",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
+)
+"""Keywords that transformers passes to attention and that change nothing here, whatever their value.
+
+A layer that replaces a module ignores these, and refuses every other keyword that it does not know.
+"""
 
 
 class AttentionLayer:
@@ -32,7 +48,7 @@ class AttentionLayer:
     kv_cache: KVCacheTensor
 
     def bind(self, kv_cache: KVCacheTensor, kernels: KernelTable) -> None:
-        """Take the cache tensors and choose kernels; called once, before the first step.
+        """Take the cache tensors and choose kernels; called before the first step, and again if the caches move.
 
         Args:
             kv_cache: this layer's tensors.

@@ -99,7 +99,7 @@ class LayoutPlugin(ABC):
         Args:
             layers: this plugin's layers.
             model_config: the model's config.
-            cache_dtype: dtype that the user chose for paged tensors.
+            cache_dtype: dtype of activations, also where paged tensors have another.
             num_spec_tokens: most draft tokens of a request and step.
         """
         return ()

@@ -71,6 +71,8 @@ class Kernel:
         function: import path, loaded only when chosen.
         supports: `(device, dtypes, shape facts)` to True, or the reason why not.
         priority: the highest that supports a case wins.
+        capturable: may be captured in a device graph: what it launches depends on shapes and Python maxima alone,
+            it reads no host mirror and never waits for the device.
     """
 
     op: str
@@ -78,6 +80,7 @@ class Kernel:
     function: str
     supports: Supports = always_supported
     priority: int = 0
+    capturable: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,34 @@ class SelectedKernel:
         name: the kernel's name.
         owner: description of the plugin that brought the kernel.
         function: the loaded function.
+        capturable: as its `Kernel` says.
     """
 
     op: str
     name: str
     owner: str
     function: Callable[..., Any]
+    capturable: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernel."""
+        """Run the kernel.
+
+        Raises:
+            KernelError: a device graph is being captured, and the kernel cannot be captured.
+        """
+        if not self.capturable:
+            self._check_no_capture()
         return self.function(*args, **kwargs)
+
+    def _check_no_capture(self) -> None:
+        import torch
+
+        cuda: Any = torch.cuda
+        if cuda.is_initialized() and cuda.is_current_stream_capturing():
+            raise KernelError(
+                f"kernel {self.name!r} of op {self.op!r} ({self.owner}) cannot be captured in a device graph; its "
+                "Kernel does not say capturable=True"
+            )
 
 
 @dataclass
@@ -205,7 +226,7 @@ class KernelTable:
                 verdict = f"its supports failed: {type(error).__name__}: {error}"
             if verdict is True:
                 self.selected.setdefault(op, set()).add(kernel.name)
-                return SelectedKernel(op, kernel.name, owner, load_function(kernel.function))
+                return SelectedKernel(op, kernel.name, owner, load_function(kernel.function), kernel.capturable)
             reasons.append(f"{kernel.name} ({owner}): {verdict or 'refused without a reason'}")
         what = f"forced kernel {forced!r} of op {op!r} refuses" if forced else f"no kernel of op {op!r} supports"
         case = f"device {device}, dtypes {dict(dtypes)}, facts {dict(facts)}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from atom_core.errors import DiscoveryError, PluginError, StatefulModelTypeError
 from atom_core.plugin.answers import Answers
 from atom_core.plugin.claims import Claims
+from atom_core.plugin.core_ops import CORE, CORE_OPS
 from atom_core.plugin.discovery import (
     PluginRecord,
     PluginStatus,
@@ -294,7 +295,7 @@ class PluginRegistry:
                     f"for example {record.name + '.' + op.name.rpartition('.')[2]!r}"
                 )
         kernels = []
-        loaded = {record.name for record in self._loaded}
+        loaded = {record.name for record in self._loaded} | {CORE}
         for record, kernel in self._answers.items("atom_kernels", Kernel):
             if kernel.op.partition(".")[0] in loaded:
                 kernels.append((kernel, record.describe()))
@@ -305,7 +306,8 @@ class PluginRegistry:
                     record.describe(),
                     kernel.op,
                 )
-        return KernelTable.build(((op, record.describe()) for record, op in ops), kernels, forced)
+        owned = [(op, record.describe()) for record, op in ops] + [(op, "the core") for op in CORE_OPS]
+        return KernelTable.build(owned, kernels, forced)
 
     def proposers(self) -> Mapping[str, str]:
         """Speculative proposers of all plugins: name to import path.

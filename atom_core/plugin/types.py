@@ -75,6 +75,7 @@ class CacheRequirements:
         rewind: how state forgets rejected draft tokens; ignored without state.
         graph_support: which steps may be captured.
         workspace_bytes: scratch memory of the largest step.
+        float8_cache: paged tensors may be asked for in float8; the plugin then keeps scales of its own beside them.
         initial_values: by state tensor (without the plugin's prefix), what a slot holds at lease; 0 if not named.
     """
 
@@ -83,6 +84,7 @@ class CacheRequirements:
     rewind: Rewind | str = Rewind.SLOTS
     graph_support: GraphSupport | str = GraphSupport.NEVER
     workspace_bytes: int = 0
+    float8_cache: bool = False
     initial_values: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -12,6 +12,7 @@ from atom_core.errors import EngineError
 from tests.cache.sequences import PlainSequence
 
 BLOCK_SIZE = 4
+NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story is short, and shrinking one takes minutes
 
 # Prompts begin alike and part at any token, so that most of them share something.
 PROMPTS = st.builds(
@@ -265,5 +266,5 @@ def test_long_stories(config, hash_function, random):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), phases=NO_SHRINK
 )

@@ -106,34 +106,46 @@ class World:
         self.numbers = itertools.count()
         self.unfinished: list[Sequence] = []
         self.conversations: list[Sequence] = []
-        self.num_hits = self.num_preemptions = self.num_accepted = self.num_finished = 0
+        self.first_tokens: dict[int, int] = {}  # what samples that part were given
+        self.num_forks = self.num_hits = self.num_preemptions = self.num_accepted = self.num_finished = 0
 
-    def add(self, prompt, max_new=6, salt=None) -> None:
+    def add(self, prompt, max_new=6, salt=None, num_samples=1) -> None:
         params = SamplingParams(max_tokens=max_new, temperature=0, ignore_eos=self.random.random() < 0.7)
-        seq = Sequence(
-            next(self.numbers),
-            prompt,
-            params,
-            max_num_tokens=min(MAX_LEN, len(prompt) + max_new),
-            eos_token_ids=frozenset({EOS}),
-            has_per_req_cache=self.config.stateful,
-            cache_salt=salt,
-        )
+        samples = [
+            Sequence(
+                next(self.numbers),
+                prompt,
+                params,
+                max_num_tokens=min(MAX_LEN, len(prompt) + max_new),
+                eos_token_ids=frozenset({EOS}),
+                has_per_req_cache=self.config.stateful,
+                cache_salt=salt,
+            )
+            for _ in range(min(num_samples, self.scheduler.limits.max_running))
+        ]
+        seq = samples[0]
         if self.blocks.can_never_allocate(seq.max_num_tokens, seq.has_per_req_cache) is None:
+            seq.forks = samples[1:]
             self.scheduler.check(seq)
             self.scheduler.add(seq)
-            self.unfinished.append(seq)
+            self.unfinished += samples
 
     def cancel(self, index: int) -> None:
         if self.unfinished:
-            self.scheduler.cancel(self.unfinished.pop(index % len(self.unfinished)))
+            seq = self.unfinished[index % len(self.unfinished)]
+            seq = next((other for other in self.unfinished if seq in other.forks), seq)
+            self.scheduler.cancel(seq)
+            self.forget_ended()
+
+    def forget_ended(self) -> None:
+        self.unfinished = [seq for seq in self.unfinished if seq.status is not SequenceStatus.FINISHED]
 
     def stop(self, index: int) -> None:
         running = self.scheduler.running
         if running:
             seq = running[index % len(running)]
             self.scheduler.stop(seq, "stop")
-            self.unfinished.remove(seq)
+            self.forget_ended()
 
     def step(self, quality: float = 0.6) -> None:
         """Run one step, with drafts that are right with this probability."""
@@ -152,8 +164,11 @@ class World:
         self.num_hits += sum(seq.num_cached_tokens > 0 for seq in batch.seqs if seq.num_accepted == 0)
         self.num_preemptions += len(batch.preempted)
         chosen = self.forward(batch)
-        ended = self.scheduler.postprocess(batch, chosen)
+        forked = self.choose_for_forks(batch)
+        ended = self.scheduler.postprocess(batch, chosen, forked)
+        self.num_forks += len(batch.forks)
         self.mover.save(batch.saves)
+        self.mover.fork(batch.forks)
         self.scheduler.states_saved(batch)
         for seq in ended:
             self.unfinished.remove(seq)
@@ -203,8 +218,19 @@ class World:
             chosen.append(self.choose(seq, after) if batch.completes(row) else [])
         return chosen
 
+    def choose_for_forks(self, batch) -> dict[int, list[int]]:
+        """Any first token for samples that part, so that their contents differ."""
+        forked = {}
+        for row, seq in enumerate(batch.seqs):
+            if seq.forks and batch.completes(row):
+                forked[row] = [self.random.randrange(VOCAB) for _ in seq.forks]
+                self.first_tokens.update(zip((fork.id for fork in seq.forks), forked[row], strict=True))
+        return forked
+
     def choose(self, seq, after) -> list[int]:
         tokens = [next_token(value) for value in after]
+        if seq.num_output_tokens == 0 and seq.id in self.first_tokens:
+            tokens[0] = self.first_tokens[seq.id]  # it queued up, for want of a block
         drafts = seq.tokens_between(seq.num_tokens, seq.num_tokens + seq.num_draft_tokens).tolist()
         num_kept = 1
         while num_kept <= len(drafts) and tokens[num_kept - 1] == drafts[num_kept - 1]:
@@ -230,8 +256,9 @@ class World:
 
     def check_output(self, seq) -> None:
         value = hashes(seq.prompt_token_ids)[-1]
-        for token in seq.output_token_ids:
-            assert token == next_token(value)
+        for index, token in enumerate(seq.output_token_ids):
+            given = self.first_tokens.get(seq.id) if index == 0 else None
+            assert token == (next_token(value) if given is None else given)
             value = extend(value, token)
         assert seq.status is SequenceStatus.FINISHED
         assert seq.stop_token_ids.isdisjoint(seq.output_token_ids[:-1]), "tokens behind the end of sequence"
@@ -241,9 +268,12 @@ class World:
 
     def check(self) -> None:
         self.blocks.check()
-        assert set(self.unfinished) == {*self.scheduler.waiting, *self.scheduler.running}
-        order = [seq.id for seq in (*self.scheduler.running, *self.scheduler.waiting)]
-        assert order == sorted(order), "not first come, first served"
+        queued = [*self.scheduler.running, *self.scheduler.waiting]
+        assert set(self.unfinished) == {*queued, *(fork for seq in queued for fork in seq.forks)}
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            assert [seq.id for seq in queue] == sorted(seq.id for seq in queue), "out of order"
+        order = [seq.id for seq in queued if seq.id not in self.first_tokens]
+        assert order == sorted(order), "not first come, first served"  # but for samples that found no block to part
 
     def drain(self, quality: float = 0.6) -> None:
         """Run until all have ended; then nothing is held."""
@@ -263,7 +293,8 @@ class World:
         """Do something at random."""
         kind = self.random.choice("add add step step step step cancel stop exhaust return".split())
         if kind == "add" and len(self.unfinished) < 12:
-            self.add(self.random_prompt(), self.random.randint(1, 16), self.random.choice([None, None, None, "a"]))
+            salt = self.random.choice([None, None, None, "a"])
+            self.add(self.random_prompt(), self.random.randint(1, 16), salt, self.random.choice([1, 1, 1, 2, 3, 4]))
         elif kind == "step":
             self.step(self.random.choice([0.0, 0.7, 1.0]))
         elif kind == "cancel" and self.random.random() < 0.3:

@@ -1,5 +1,7 @@
 """The fast paths on every plugin's tiny models: each gives the tokens of transformers' own cache."""
 
+from dataclasses import replace
+
 import pytest
 
 from atom_core import LLM, SamplingParams
@@ -85,6 +87,17 @@ def test_speculation_changes_no_token(model_type, long_answers, kind):
     assert tokens(llm.generate(LONG_PROMPTS, SamplingParams(max_tokens=14, temperature=0))) == long_answers
     if kind == "right":
         assert llm.stats()["num_accepted_tokens"] == llm.stats()["num_draft_tokens"] > 0
+
+
+def test_samples_part_behind_the_prompt(model_type):
+    """Each sample is what a request of its own would be; the prompt is computed once, also without a prefix cache."""
+    params = SamplingParams(max_tokens=6, temperature=1.2, seed=3)
+    seeds = [(3 + index * 0x9E3779B97F4A7C15) % 2**64 for index in range(3)]
+    apart = make_llm(model_type).generate([LONG_PROMPTS[1]] * 3, [replace(params, seed=seed) for seed in seeds])
+    llm = make_llm(model_type, enable_prefix_caching=False, prefill_chunk_tokens=7)
+    output = llm.generate(LONG_PROMPTS[1], replace(params, n=3))[0]
+    assert [list(completion.token_ids) for completion in output.outputs] == tokens(apart)
+    assert llm.stats()["num_computed_tokens"] == len(LONG_PROMPTS[1]) + 3 * 5
 
 
 def test_a_registered_model_type_without_state_still_hits():

@@ -1,4 +1,6 @@
-"""Several samples of one prompt: they share its blocks and its state, and differ in their draws only."""
+"""Several samples of one prompt: it is computed once, they part behind it, and differ in their draws only."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -16,16 +18,46 @@ def params():
     return SamplingParams(n=4, max_tokens=8, temperature=1.5, seed=5, logprobs=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 2}, {"max_num_seqs": 1}, {"prefill_chunk_tokens": 9}])
-def test_the_prompt_is_computed_once(make_llm, params, options):
-    apart = make_llm(enable_prefix_caching=False)
+def apart(make_llm, prompt, params):
+    """The samples as requests of their own: sample i of seed s draws as a request with this seed does."""
+    seeds = [(params.seed + index * 0x9E3779B97F4A7C15) % 2**64 for index in range(params.n)]
+    single = [replace(params, n=1, seed=seed) for seed in seeds]
+    llm = make_llm(enable_prefix_caching=False)
+    return [samples(output)[0] for output in llm.generate([prompt] * params.n, single)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_seqs": 4},
+        {"prefill_chunk_tokens": 9},
+        {"enable_prefix_caching": False},
+        {"state_checkpoint_share": 0.0},
+        {"speculation": "ngram"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 96, 100])
+def test_the_prompt_is_computed_once(make_llm, params, options, length):
+    llm = make_llm(**options)
+    output = llm.generate(PROMPT[:length], params)[0]
+    assert samples(output) == apart(make_llm, PROMPT[:length], params)
+    assert len({tuple(sample) for sample in samples(output)}) == 4
+    assert [len(completion.logprobs) for completion in output.outputs] == [8] * 4
+    stats = llm.stats()
+    assert stats["num_generated_tokens"] == 4 * 8
+    if "speculation" not in options:
+        assert stats["num_computed_tokens"] == length + 4 * 7
+    assert stats["cache"]["free_groups"] == llm.engine.plan.num_groups
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 3}, {"max_num_batched_tokens": 3}])
+def test_more_samples_than_run_at_once_are_refused(make_llm, params, options):
     llm = make_llm(**options)
     output = llm.generate(PROMPT, params)[0]
-    assert samples(output) == samples(apart.generate(PROMPT, params)[0])
-    assert len({tuple(sample) for sample in samples(output)}) == 4
-    decodes = 4 * 7
-    assert apart.stats()["num_computed_tokens"] == 4 * 100 + decodes
-    assert llm.stats()["num_computed_tokens"] == 100 + 3 * 4 + decodes
+    assert "n is 4, but samples of a prompt run at once, and at most 3 sequences do" in output.error
+    assert not llm.engine.has_work
 
 
 def test_samples_beside_other_requests_under_pressure(make_llm, params):

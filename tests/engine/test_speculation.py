@@ -1,14 +1,21 @@
 """Speculation changes how fast tokens come, and nothing else."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from atom_core import LLM, SamplingParams, hookimpl
-from atom_core.engine.ngram import NgramProposer
+from atom_core.engine.ngram import NgramDrafter, NgramIndex
+from atom_core.engine.sequence import Sequence
 from atom_core.errors import ConfigError, PluginError
-from atom_core.plugin import DraftRequest, Rewind
+from atom_core.plugin import Rewind
 from atom_core.plugin.registry import PluginRegistry
 from tests.averaging_plugin import AveragingPlugin, averaging_model, dense_generate
 from tests.engine.proposers import Replay, garbage
@@ -98,6 +105,30 @@ def test_stop_tokens_end_inside_accepted_drafts(make_llm, greedy, expected, whol
         assert llm.stats()["cache"]["free_groups"] == llm.engine.plan.num_groups
 
 
+def word_tokenizer(vocab_size=96):
+    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab_size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["right", "between", "garbage"])
+def test_stop_strings_end_inside_accepted_drafts(make_llm, greedy, expected, whole, kind):
+    """A stop string over two tokens, at every place of a verified row: tokens behind it are taken back."""
+    llm = make_llm(speculation=proposer(kind, whole), num_spec_tokens=8, block_size=4, state_checkpoint_interval=4)
+    llm.engine.io.tokenizer = word_tokenizer()
+    answer = expected[1]
+    for place in range(1, 10):
+        stop = f"w{answer[place - 1]} w{answer[place]}"
+        last = next(at for at in range(1, 20) if answer[at - 1 : at + 1] == answer[place - 1 : place + 1])
+        completion = llm.generate(PROMPTS[1], greedy(NUM_TOKENS, stop=(stop,)))[0].outputs[0]
+        assert list(completion.token_ids) == answer[: last + 1]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert completion.text.split() == [f"w{token}" for token in answer[: last - 1]]
+        assert llm.stats()["cache"]["free_groups"] == llm.engine.plan.num_groups
+        second = [*PROMPTS[1], *answer[: last + 1], 7]
+        assert tokens(llm.generate(second, greedy(4))) == [dense_generate(averaging_model(), second, 4)]
+
+
 @pytest.mark.parametrize("kind", ["right", "between"])
 def test_logprobs_and_penalties_see_the_drafts(make_llm, whole, kind):
     fields = {"max_tokens": NUM_TOKENS, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "min_tokens": 9}
@@ -155,8 +186,19 @@ def test_proposers_come_from_plugins(greedy, expected):
     llm = LLM(averaging_model(), speculation="garbage", **options)
     assert tokens(llm.generate(PROMPTS, greedy(NUM_TOKENS))) == expected
     assert llm.stats()["num_draft_tokens"] > 0
-    with pytest.raises(ConfigError, match="no proposer 'none'; known: ngram, garbage"):
+    with pytest.raises(ConfigError, match="no proposer 'none'; known: ngram, draft_model, mtp, garbage"):
         LLM(averaging_model(), speculation="none", **options)
+
+
+def test_the_proposer_of_the_documentation_works(make_llm, greedy, expected):
+    text = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
+    example = next(found for found in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "RepeatLast" in found)
+    namespace = {"hookimpl": hookimpl}
+    exec(compile(example, "hooks.md", "exec"), namespace)
+    proposer = namespace["make_repeat_last"](model_config=None, num_spec_tokens=3)
+    llm = make_llm(speculation=proposer, num_spec_tokens=3)
+    assert tokens(llm.generate(PROMPTS, greedy(NUM_TOKENS))) == expected
+    assert llm.stats()["num_draft_tokens"] > 0
 
 
 class Wrong(Replay):
@@ -170,15 +212,44 @@ def test_a_proposer_outside_the_vocabulary_is_named(make_llm, greedy):
 
 
 def test_ngram_copies_what_followed_the_last_time():
-    ngram = NgramProposer()
+    drafter = NgramDrafter(4, max_num_seqs=2, max_model_len=64)
 
-    def ask(*tokens, count=4, number=0):
-        return ngram.propose([DraftRequest(number, np.array(tokens, np.int32), count)])[0]
+    def ask(*tokens, number=0, max_num_tokens=64):
+        seq = Sequence(number, tokens, SamplingParams(), max_num_tokens=max_num_tokens)
+        seq.row, seq.num_computed_tokens, seq.prefill_target = number % 2, len(tokens) - 1, len(tokens) - 1
+        drafter.set_drafts([seq])
+        return seq.tokens_between(seq.num_tokens, seq.num_tokens + seq.num_draft_tokens).tolist()
 
     assert ask(1, 2, 3, 4, 5, 1, 2, 3) == [4, 5, 1, 2]
     assert ask(1, 2, 3, 4, 5, 1, 2, 3, 9) == []
     assert ask(1, 2, 3, 4, 5, 1, 2, 3, 9, 2, 3) == [9, 2, 3, 9]
     assert ask(7, 7, 7, number=1) == [7, 7, 7, 7]
-    ngram.release(0)
-    ngram.release(5)
-    assert ask(8, 2, 3) == []
+    assert ask(7, 7, 7, number=1, max_num_tokens=6) == [7, 7]
+    assert ask(7, 7, 7, number=1, max_num_tokens=4) == []
+    assert ask(8, 2, 3, number=2) == []  # another sequence in the row of the first
+    assert ask(5, number=4) == ask(5, 6, number=4) == ask(5, 6, 5, number=4) == []
+    assert ask(5, 6, 5, 6, number=4) == [5, 6, 5, 6]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=3), st.integers(1, 6))
+def test_the_index_finds_the_latest_occurrence(rows, step):
+    """Against a search of every place; a later n-gram may hide one from the table, but never make one up."""
+    index = NgramIndex(len(rows), 41)
+    numbers = np.arange(len(rows))
+    found = expected = 0
+    for end in range(1, 41, step):
+        lengths = np.array([min(end, len(row)) for row in rows])
+        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            index.tokens[number, :length] = row[:length]
+        index.extend(numbers, lengths)
+        for row, length, start in zip(rows, lengths, index.occurrences(numbers, lengths), strict=True):
+            places = {
+                size: [at for at in range(size, length) if row[at - size : at] == row[length - size : length]]
+                for size in (3, 2)
+                if length >= size
+            }
+            latest = [max(at) for at in places.values() if at]
+            assert start == 0 or start in latest
+            found += start > 0
+            expected += bool(latest)
+    assert found >= 0.7 * expected

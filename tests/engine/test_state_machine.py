@@ -3,12 +3,13 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.engine.hash_world import World, WorldConfig
 
+NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)  # a story is short, and shrinking one takes minutes
 KINDS = {
     "stateless": {"slots": False, "ring": False},
     "slots": {"ring": False},
@@ -37,7 +38,7 @@ def random_config(source, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_random_operations(kind):
     """2,500 for each kind; a story is long enough for contents to be shared, evicted and made again."""
-    hits = preemptions = accepted = restored = 0
+    hits = preemptions = accepted = restored = forks = 0
     for seed in range(10):
         world = World(random_config(random.Random(seed), kind), seed)
         for _ in range(250):
@@ -46,8 +47,9 @@ def test_ten_thousand_random_operations(kind):
         hits += world.num_hits
         preemptions += world.num_preemptions
         accepted += world.num_accepted
+        forks += world.num_forks
         restored += world.blocks.stats()["checkpoints_restored"]
-    assert min(hits, preemptions, accepted) > 0
+    assert min(hits, preemptions, accepted, forks) > 0
     assert bool(restored) == (kind != "stateless")
 
 
@@ -61,9 +63,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         own=st.lists(st.integers(0, 3), min_size=1, max_size=6),
         max_new=st.integers(1, 16),
         salt=st.sampled_from([None, None, "a"]),
+        num_samples=st.sampled_from([1, 1, 2, 3]),
     )
-    def add(self, shared, own, max_new, salt):
-        self.world.add([1] * shared + own, max_new, salt)
+    def add(self, shared, own, max_new, salt, num_samples):
+        self.world.add([1] * shared + own, max_new, salt, num_samples)
 
     @rule(quality=st.sampled_from([0.0, 0.5, 1.0]), count=st.integers(1, 8))
     def step(self, quality, count):
@@ -95,5 +98,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck), phases=NO_SHRINK
 )

@@ -481,7 +481,8 @@ def test_a_wrapper_sees_the_answers_of_every_plugin_that_is_asked_once():
             return [[Op("toy.renamed", op.reference, {}, "") for op in answer] for answer in answers]
 
     table = PluginRegistry.of({"toy": Brings(), "wrapping": Renames()}).kernel_table({})
-    assert {name: owner for name, (_, owner) in table.ops.items()} == {"toy.renamed": "plugin 'toy' (not installed)"}
+    owners = {name: owner for name, (_, owner) in table.ops.items()}
+    assert owners == {"toy.renamed": "plugin 'toy' (not installed)", "core.linear_row": "the core"}
 
 
 # Claims.

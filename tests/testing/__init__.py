@@ -1,0 +1,1 @@
+"""Tests of the conformance kit's parts; what it catches is in tests/mutants."""
