@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,10 @@ from atom_core.errors import LayerError
 from atom_core.plugin import AttentionBatch, KernelTable, Step, StepBuffers, StepLimits
 from atom_mha.ops import KERNELS, OPS
 from atom_mha.plugin import plugin
+
+if not torch.cuda.is_available():
+    # Triton looks when a kernel is defined; the modules that define them are imported when they are used.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 WINDOW, CHUNK, BLOCK = 8, 16, 4
 CACHE_PARAMETERS = {"cache", "cache_params", "layer_past", "past_key_value", "past_key_values"}

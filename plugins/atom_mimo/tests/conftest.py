@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from atom_core.plugin.registry import PluginRegistry
 from atom_mha.plugin import plugin as mha_plugin
 from atom_mimo.layer import FullLayer, Heads, WindowLayer
 from atom_mimo.plugin import plugin
+
+if not torch.cuda.is_available():
+    # Triton looks when a kernel is defined; the modules that define them are imported when they are used.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BLOCK_SIZE = 16

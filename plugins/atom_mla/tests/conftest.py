@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,10 @@ from torch import nn
 
 from atom_core.plugin import AttentionBatch, KernelTable, Step, StepBuffers, StepLimits
 from atom_mla.plugin import plugin
+
+if not torch.cuda.is_available():
+    # Triton looks when a kernel is defined; the modules that define them are imported when they are used.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 BLOCK_SIZE = 8
 VOCABULARY = 97
@@ -171,6 +176,7 @@ class Driver:
     model: nn.Module
     forced: dict[str, str] = field(default_factory=dict)
     tp_size: int = 1
+    cache_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         transformers.AttentionInterface.register("atom", _must_not_run)
@@ -190,12 +196,12 @@ class Driver:
             [(op, "mla") for op in plugin.atom_ops()], [(k, "mla") for k in plugin.atom_kernels()], self.forced
         )
         common = {"layers": self.layers, "model_config": self.config, "block_size": BLOCK_SIZE}
-        common["cache_dtype"] = next(self.model.parameters()).dtype
+        common["cache_dtype"] = self.cache_dtype or next(self.model.parameters()).dtype
         self.tensors = plugin.atom_allocate_kv_cache_tensors(
             **common, num_blocks=NUM_BLOCKS, device=torch.device("cpu")
         )
         for tensor in self.tensors.values():
-            tensor.fill_(float("nan"))
+            tensor.copy_(torch.full(tensor.shape, float("nan")))
         for layer in self.layers:
             plugin.atom_build_kv_cache_tensor(
                 **common, layer=layer, tensors=self.tensors, kernels=kernels, num_spec_tokens=0

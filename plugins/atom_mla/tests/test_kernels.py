@@ -13,6 +13,7 @@ from atom_mla.ops import KERNELS, OPS
 
 CPU = torch.device("cpu")
 TABLE = KernelTable.build([(op, "mla") for op in OPS], [(kernel, "mla") for kernel in KERNELS])
+IN_TORCH = [kernel for kernel in KERNELS if kernel.name == "torch"]
 
 
 def test_kernels_have_their_ops_parameters():
@@ -20,7 +21,7 @@ def test_kernels_have_their_ops_parameters():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: f"{kernel.op}-{kernel.name}")
+@pytest.mark.parametrize("kernel", IN_TORCH, ids=lambda kernel: f"{kernel.op}-{kernel.name}")
 def test_kernel_equals_reference(kernel, dtype):
     op = TABLE.ops[kernel.op][0]
     absolute, relative = op.tolerance[str(dtype).removeprefix("torch.")]
@@ -45,24 +46,48 @@ def test_write_latent_writes_only_the_named_slots():
     assert torch.equal(flat[kept], old[kept])
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_scaled_cache_dtypes_are_refused_with_a_reason(dtype):
-    (kernel,) = [kernel for kernel in KERNELS if kernel.op == "mla.decode"]
-    reason = kernel.supports(CPU, {"query": torch.bfloat16, "cache": dtype}, {})
-    assert str(dtype) in reason
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_other_cache_dtypes_are_refused_with_a_reason(name, dtype):
+    facts = {"latent_dim": 512, "rope_dim": 64}
+    for kernel in KERNELS:
+        if kernel.name == name:
+            reason = kernel.supports(torch.device("cuda"), {"query": torch.bfloat16, "cache": dtype}, facts)
+            assert str(dtype) in reason
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "word"),
+    [("cpu", {"latent_dim": 512, "rope_dim": 64}, "cpu"), ("cuda", {"latent_dim": 1024, "rope_dim": 64}, "1024 + 64")],
+)
+def test_triton_refuses_what_it_cannot_run_with_a_reason(device, facts, word):
+    dtypes = {"query": torch.bfloat16, "cache": torch.bfloat16}
+    kernels = [kernel for kernel in KERNELS if kernel.name == "triton"]
+    assert len(kernels) == len(OPS)
+    assert all(word in kernel.supports(torch.device(device), dtypes, facts) for kernel in kernels)
+
+
+def test_a_cached_value_is_number_times_scale():
+    """By hand: one key of 2 x 0.5 and one of 4 x 0.25 are the same key, and half of each value."""
+    cache = torch.tensor([[[2.0, 4.0], [4.0, 16.0]]]).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[0.5, 0.25]])
+    query = torch.tensor([[[3.0, 0.0]]])
+    for decode in (reference.decode, torch_cpu.decode):
+        found = decode(query, cache, scale, **{**_paged([1], [2])}, scaling=1.0, value_dim=2)
+        torch.testing.assert_close(found, torch.tensor([[[1.0, 3.0]]]))
 
 
 def test_selection_among_equal_scores_is_the_earliest_and_ignores_the_chunking():
     """All scores tie at zero; one chunk of 30 and 30 chunks of one select alike."""
     cache = torch.zeros(4, 8, 4)
     query, weights = torch.ones(30, 2, 4), torch.ones(30, 2)
-    whole = torch_cpu.select_tokens(query, weights, cache, **_paged([30], [30]), scaling=1.0, top_k=5)
+    whole = torch_cpu.select_tokens(query, weights, cache, None, **_paged([30], [30]), scaling=1.0, top_k=5)
     assert whole[29].tolist() == [0, 1, 2, 3, 4]
     assert whole[2].tolist() == [0, 1, 2, -1, -1]
     for token in range(30):
         one = slice(token, token + 1)
         rows = _paged([1], [token + 1])
-        alone = torch_cpu.select_tokens(query[one], weights[one], cache, **rows, scaling=1.0, top_k=5)
+        alone = torch_cpu.select_tokens(query[one], weights[one], cache, None, **rows, scaling=1.0, top_k=5)
         assert torch.equal(alone[0], whole[token])
 
 
@@ -152,7 +177,7 @@ def _paged(query_lens, seq_lens):
 
 def _large_inputs(shapes, query_lens, seq_lens):
     generator = torch.Generator().manual_seed(0)
-    inputs = {}
+    inputs = {"scale": None}
     for name, shape in shapes.items():
         if name == "cache":
             num_blocks = sum(-(-seq_len // 8) for seq_len in seq_lens)

@@ -96,6 +96,20 @@ def test_bytes_per_token_are_those_worked_out_by_hand_on_every_rank(case, tp_siz
 
 
 @pytest.mark.slow
+# 61 layers x (512 + 64 numbers and 4 bytes of scale), and those x (128 + 4) for index keys
+@pytest.mark.parametrize(
+    ("prefix", "values", "token_bytes"), [("DeepseekV3", V3, 35_380), ("DeepseekV32", V32, 43_432)]
+)
+def test_float8_caches_count_their_scales(prefix, values, token_bytes):
+    config, layers = meta_layers(prefix, values, 1)
+    common = {"layers": layers, "model_config": config, "cache_dtype": torch.float8_e4m3fn, "block_size": 16}
+    assert plugin.atom_compute_block_bytes(**common) == {"mla": 16 * token_bytes}
+    tensors = plugin.atom_allocate_kv_cache_tensors(**common, num_blocks=3, device=torch.device("meta"))
+    assert sum(tensor.nbytes for tensor in tensors.values()) == 3 * 16 * token_bytes
+    assert tensors["mla.latent_scale"].shape == (61, 3, 16)
+
+
+@pytest.mark.slow
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(LayerError, match="128 heads, which 3 ranks cannot share evenly"):
         meta_layers("DeepseekV3", {**V3, "num_hidden_layers": 1}, 3)

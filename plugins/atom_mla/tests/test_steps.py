@@ -114,3 +114,21 @@ def _attention_outputs(driver, layer_name, prompt, follow):
     for token in follow:
         driver.run([(request, [token])], [])
     return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_float8_cache_serves_chunks_and_decodes_alike(tools, name):
+    """One chunk, chunks of 7 and decodes give the same; the cache is coarser than the model's own, and not by much."""
+    model = tools.build_model(name)
+    (prompt,) = tools.make_prompts([40])
+    results = []
+    for chunk in (40, 7, 1):
+        driver = tools.Driver(tools.copy(model), cache_dtype=torch.float8_e4m3fn)
+        results.append(driver.generate([prompt], 6, chunk))
+    for tokens, logits in results[1:]:
+        assert tokens == results[0][0]
+        torch.testing.assert_close(logits[0], results[0][1][0], atol=2e-4, rtol=1e-4)
+    exact = tools.Driver(tools.copy(model)).run([], [(driver.request(48), prompt)])
+    difference = (results[0][1][0] - exact).norm() / exact.norm()
+    # Coarser index keys choose other tokens, too.
+    assert 1e-4 < difference < (0.5 if "index_cache" in driver.layers[0].cache_widths() else 0.2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atom_core.errors import LayerError
-from atom_core.plugin import AttentionLayer, KernelTable, KVCacheTensor, SelectedKernel
+from atom_core.plugin import KEYWORDS_WITHOUT_MEANING, AttentionLayer, KernelTable, KVCacheTensor, SelectedKernel
 from atom_gdn.metadata import GdnMetadata
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ __all__ = [
     "SeparateProjectionLayer",
     "SplitProjectionLayer",
 ]
-
-_NO_MEANING_HERE = frozenset(
-    {"use_cache", "position_ids", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
-)
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,9 @@ class GatedDeltaNetLayer(nn.Module, AttentionLayer, ABC):
         return output.unsqueeze(0)
 
     def _check_call(self, hidden_states: Tensor, no_cache: bool, no_mask: bool, keywords: Mapping[str, Any]) -> None:
-        unknown = [name for name, value in keywords.items() if value is not None and name not in _NO_MEANING_HERE]
+        unknown = [
+            name for name, value in keywords.items() if value is not None and name not in KEYWORDS_WITHOUT_MEANING
+        ]
         if unknown or not no_cache or not no_mask:
             found = ", ".join([*unknown, *([] if no_cache else ["a cache"]), *([] if no_mask else ["a mask"])])
             raise LayerError(

@@ -17,9 +17,9 @@ from atom_core.plugin import (
     PluginInfo,
     TensorSpec,
 )
+from atom_gdn.supports import by_triton, graph_support, on_cpu
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 __all__ = ["MODEL_TYPES", "GdnPlugin", "plugin"]
@@ -62,10 +62,11 @@ class GdnPlugin(LayoutPlugin):
         return state_specs(layers, recurrent_dtype(self.state_dtype))
 
     def requirements(self, layers: Sequence[Any], *, max_num_batched_tokens: int, **_: Any) -> CacheRequirements:
-        """Scratch memory; the rest is as usual."""
+        """Scratch memory, and decode steps as graphs."""
         from atom_gdn.layout import workspace_bytes
 
-        return CacheRequirements(workspace_bytes=workspace_bytes(layers, max_num_batched_tokens))
+        scratch = workspace_bytes(layers, max_num_batched_tokens)
+        return CacheRequirements(graph_support=graph_support(layers), workspace_bytes=scratch)
 
     @hookimpl
     def atom_plugin_info(self) -> PluginInfo:
@@ -90,11 +91,24 @@ class GdnPlugin(LayoutPlugin):
 
     @hookimpl
     def atom_kernels(self) -> Sequence[Kernel]:
-        """Kernels for the CPU."""
+        """Kernels for the CPU and in Triton."""
         modules = {"causal_conv": "torch_cpu", "chunk_delta_rule": "torch_cpu_chunks", "decode": "torch_cpu"}
         return [
-            Kernel(f"gdn.{name}", "torch_cpu", f"{_KERNELS}.{module}:{name}", _supports_cpu, priority=10)
-            for name, module in modules.items()
+            *(
+                Kernel(f"gdn.{name}", "torch_cpu", f"{_KERNELS}.{module}:{name}", on_cpu, priority=10)
+                for name, module in modules.items()
+            ),
+            *(
+                Kernel(
+                    f"gdn.{name}",
+                    "triton",
+                    f"{_KERNELS}.triton_ops:{name}",
+                    by_triton,
+                    priority=10,
+                    capturable=name == "decode",
+                )
+                for name in modules
+            ),
         ]
 
     @hookimpl
@@ -115,11 +129,6 @@ class GdnPlugin(LayoutPlugin):
 def _op(name: str, summary: str, *states: str) -> Op:
     reference, samples = f"{_KERNELS}.reference:{name}", f"{_KERNELS}.samples:sample_{name}"
     return Op(f"gdn.{name}", reference, _TOLERANCE, samples, summary, mutates=(*states, "out"))
-
-
-def _supports_cpu(device: torch.device, dtypes: Mapping[str, torch.dtype], facts: Mapping[str, Any]) -> bool | str:
-    """Support every shape and dtype on the CPU."""
-    return device.type == "cpu" or f"runs on the CPU only, not on {device.type}"
 
 
 plugin = GdnPlugin()

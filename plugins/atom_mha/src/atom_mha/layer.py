@@ -9,6 +9,7 @@ import torch
 
 from atom_core.errors import LayerError
 from atom_core.plugin import AttentionBatch, InterfaceLayer, KernelTable, KVCacheTensor, SelectedKernel
+from atom_mha.kernels.float8 import dequantize, quantize
 from atom_mha.step_plan import RunKind, StepPlan
 
 if TYPE_CHECKING:
@@ -116,11 +117,18 @@ class MhaLayer(InterfaceLayer):
         if self._position_scale is not None:
             correction = plan.shared(self._position_scale, lambda scale: scale.correction(batch))
             query = query if correction is None else (query * correction).to(query.dtype)
-        k_cache, v_cache = self.kv_cache.k_cache, self.kv_cache.v_cache
-        self._write_kv(key, value, k_cache, v_cache, batch.slot_mapping, plan.scratch)
-        out = query.new_empty(query.shape[0], self.heads.num_heads, self.heads.v_head_dim)
-        if plan.has_padding:
-            out.zero_()
+        caches = self.kv_cache.k_cache, self.kv_cache.v_cache, self.kv_cache.k_scale, self.kv_cache.v_scale
+        self._write_kv(key, value, *caches, batch.slot_mapping, plan.scratch)
+        if self.kv_cache.k_scale is not None and any(run.kind is RunKind.PREFILL for run in plan.runs):
+            # As the cache has them, so that a prompt's result does not depend on how it is cut.
+            key, value = (dequantize(*quantize(new), query.dtype) for new in (key, value))
+        shape = query.shape[0], self.heads.num_heads, self.heads.v_head_dim
+        # Tokens of no row stay zero: one tensor for all layers, whose rows each layer writes anew.
+        out = (
+            plan.shared(("out", shape, query.dtype), lambda _: query.new_zeros(shape))
+            if plan.has_padding
+            else (query.new_empty(shape))
+        )
         mask = {"window": self.mask.window, "chunk": self.mask.chunk}
         options = {"scaling": scaling, "soft_cap": softcap, "sinks": s_aux, **mask}
         for run in plan.runs:
@@ -130,8 +138,7 @@ class MhaLayer(InterfaceLayer):
             else:
                 kernel(
                     query,
-                    k_cache,
-                    v_cache,
+                    *caches,
                     out,
                     run.query_start_loc,
                     run.seq_lens,

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from atom_core.plugin import TensorSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from atom_mha.layer import MhaLayer
 
-__all__ = ["paged_layout"]
+__all__ = ["paged_layout", "workspace_bytes"]
+
+_SPLIT_PROGRAMS = 2048
+"""Most programs that long rows of a decode step are cut into: eight for each multiprocessor of the largest GPUs."""
 
 
 def paged_layout(layers: Sequence[MhaLayer], block_size: int, cache_dtype: torch.dtype) -> list[TensorSpec]:
-    """Declare `k_cache` and `v_cache`, one spec each per distinct shape.
+    """Declare `k_cache` and `v_cache`, one spec each per distinct shape, and scales beside a float8 cache.
 
     A block is `[block_size, num_kv_heads, dim]`: token `slot = block * block_size + offset` is row `slot` of the
     cache seen as `[slots, num_kv_heads, dim]`, so that writing and gathering tokens are one indexed copy.
@@ -26,10 +29,38 @@ def paged_layout(layers: Sequence[MhaLayer], block_size: int, cache_dtype: torch
         block_size: tokens per block.
         cache_dtype: element type.
     """
-    return [
+    specs = [
         TensorSpec(field, (block_size, num_kv_heads, dim), cache_dtype, tuple(names))
         for field, num_kv_heads, dim, names in _groups(layers)
     ]
+    if cache_dtype.itemsize == 1:
+        by_heads: dict[int, list[str]] = {}
+        for layer in layers:
+            by_heads.setdefault(layer.heads.num_kv_heads, []).append(layer.module_name)
+        specs += [
+            TensorSpec(field, (num_kv_heads, block_size), torch.float32, tuple(names))
+            for field in ("k_scale", "v_scale")
+            for num_kv_heads, names in by_heads.items()
+        ]
+    return specs
+
+
+def workspace_bytes(layers: Sequence[MhaLayer], max_num_batched_tokens: int, num_spec_tokens: int) -> int:
+    """Bytes of the parts, in float32, that a decode step's programs leave for each other; layers run in turn.
+
+    Args:
+        layers: the plugin's layers.
+        max_num_batched_tokens: most tokens of a step.
+        num_spec_tokens: most draft tokens of a row.
+    """
+    return max((_parts_bytes(layer, max_num_batched_tokens, num_spec_tokens) for layer in layers), default=0)
+
+
+def _parts_bytes(layer: MhaLayer, max_num_batched_tokens: int, num_spec_tokens: int) -> int:
+    """A program's part has the query heads of one key head, of all tokens of a row: `v_head_dim` sums and a weight."""
+    heads = layer.heads
+    tokens = max_num_batched_tokens + -(-_SPLIT_PROGRAMS // heads.num_kv_heads) * (1 + num_spec_tokens)
+    return tokens * heads.num_heads * (heads.v_head_dim + 1) * 4
 
 
 def _groups(layers: Sequence[MhaLayer]) -> Iterator[tuple[str, int, int, list[str]]]:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from atom_core import hookimpl
-from atom_core.plugin import AttentionBatch, Claim, Kernel, LayoutPlugin, Op, PluginInfo, StepBuffers, TensorSpec
+from atom_core.plugin import (
+    AttentionBatch,
+    CacheRequirements,
+    Claim,
+    GraphSupport,
+    Kernel,
+    LayoutPlugin,
+    Op,
+    PluginInfo,
+    StepBuffers,
+    TensorSpec,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +81,23 @@ class MhaPlugin(LayoutPlugin):
 
         return (MhaLayer,)
 
+    def requirements(  # type: ignore[override]
+        self,
+        layers: Sequence[MhaLayer],
+        *,
+        num_spec_tokens: int,
+        max_num_batched_tokens: int,
+        **_: Any,
+    ) -> CacheRequirements:
+        """Any block size; what a decode step launches depends on its shape alone; a float8 cache has scales."""
+        from atom_mha.layout import workspace_bytes
+
+        return CacheRequirements(
+            graph_support=GraphSupport.UNIFORM,
+            float8_cache=True,
+            workspace_bytes=workspace_bytes(layers, max_num_batched_tokens, num_spec_tokens),
+        )
+
     def paged_layout(
         self,
         layers: Sequence[MhaLayer],  # type: ignore[override]
@@ -78,7 +106,7 @@ class MhaPlugin(LayoutPlugin):
         block_size: int,
         cache_dtype: torch.dtype,
     ) -> Sequence[TensorSpec]:
-        """Keys and values."""
+        """Keys and values, and their scales."""
         from atom_mha.layout import paged_layout
 
         return paged_layout(layers, block_size, cache_dtype)

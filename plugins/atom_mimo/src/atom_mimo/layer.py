@@ -84,9 +84,8 @@ class MimoLayer(InterfaceLayer):
         """
         self._check(query, key, value, sliding_window, s_aux)
         metadata: MimoMetadata = self.step.metadata["mimo"]
-        out = query.new_empty(query.shape[0], self.heads.num_heads, self.heads.v_head_dim)
-        if metadata.has_padding:
-            out.zero_()
+        shape = query.shape[0], self.heads.num_heads, self.heads.v_head_dim
+        out = query.new_empty(shape) if not metadata.has_padding else metadata.padded_out(query, shape)
         self._run(query, key, value, out, metadata, scaling, s_aux)
         return out
 
@@ -153,13 +152,15 @@ class FullLayer(MimoLayer):
         sinks: Tensor | None,
     ) -> None:
         new = {"key": key, "value": value}
-        caches = {"k_cache": self.kv_cache.k_cache, "v_cache": self.kv_cache.v_cache}
+        caches = {name: getattr(self.kv_cache, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
         options = {"query": query, "out": out, "scaling": scaling, "sinks": sinks} | _CAUSAL
         slot_mapping, scratch = self.step.batch.slot_mapping, metadata.rows.paged_scratch
         self._write_kv(**new, **caches, slot_mapping=slot_mapping, scratch=scratch)
         if (rows := metadata.decodes) is not None:
             self._decode(**caches, **rows.paged_arguments, **options)
-        if (rows := metadata.chunks) is not None and metadata.has_prefix:
+        # Keys as a float8 cache has them: a prompt's result does not depend on how it is cut.
+        from_cache = metadata.has_prefix or self.kv_cache.k_scale is not None
+        if (rows := metadata.chunks) is not None and from_cache:
             self._prefill_paged(**caches, **rows.paged_arguments, **options)
         elif rows is not None:
             self._prefill(**new, **rows.own_key_arguments, **options)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
 
 from atom_core.plugin import TensorSpec
 from atom_mimo.kernels.torch_cpu import SCRATCH_BYTES
 from atom_mimo.layer import FullLayer, MimoLayer, WindowLayer
-
-if TYPE_CHECKING:
-    import torch
 
 Layer = TypeVar("Layer", bound=MimoLayer)
 
@@ -18,7 +17,7 @@ __all__ = ["paged_specs", "ring_specs", "workspace_bytes"]
 
 
 def paged_specs(layers: Sequence[MimoLayer], block_size: int, cache_dtype: torch.dtype) -> list[TensorSpec]:
-    """Declare `k_cache` and `v_cache` of the full layers, as the ops `mha.*` expect them.
+    """Declare `k_cache` and `v_cache` of the full layers, and scales of float8 ones, as the ops `mha.*` expect them.
 
     Args:
         layers: the plugin's layers.
@@ -30,6 +29,9 @@ def paged_specs(layers: Sequence[MimoLayer], block_size: int, cache_dtype: torch
         heads = layer.heads
         specs.append(TensorSpec("k_cache", (block_size, heads.num_kv_heads, heads.head_dim), cache_dtype, names))
         specs.append(TensorSpec("v_cache", (block_size, heads.num_kv_heads, heads.v_head_dim), cache_dtype, names))
+        if cache_dtype.itemsize == 1:
+            scales = (heads.num_kv_heads, block_size)
+            specs += [TensorSpec(field, scales, torch.float32, names) for field in ("k_scale", "v_scale")]
     return specs
 
 

@@ -86,6 +86,14 @@ class MimoMetadata:
     has_prefix: bool
     has_padding: bool
 
+    def padded_out(self, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor for a layer's output whose tokens of no row are zero, one for all layers of a shape."""
+        key = ("out", shape, query.dtype)
+        if key not in self.rows.ring_scratch:
+            self.rows.ring_scratch[key] = query.new_zeros(shape)
+        out: Tensor = self.rows.ring_scratch[key]
+        return out
+
     @classmethod
     def build(cls, batch: AttentionBatch, name: str) -> MimoMetadata:
         """Split the batch; every tensor is a view, so a captured graph reads later steps' values.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from atom_core.plugin import Kernel, Op
@@ -40,7 +41,30 @@ def _on_cpu(device: torch.device, dtypes: Mapping[str, torch.dtype], facts: Mapp
     return True if dtypes["cache"].is_floating_point and dtypes["cache"].itemsize > 1 else "needs an unquantized cache"
 
 
-KERNELS = tuple(
+def _by_triton(device: torch.device, dtypes: Mapping[str, torch.dtype], facts: Mapping[str, Any]) -> bool | str:
+    if device.type != "cuda":
+        return f"runs on CUDA devices only, not on {device}"
+    if not dtypes["cache"].is_floating_point or dtypes["cache"].itemsize not in (2, 4):
+        return f"cannot read rings of {dtypes['cache']}"
+    widest = max(facts["head_dim"], facts["v_head_dim"])
+    return True if widest <= 256 else f"heads of {widest} are wider than 256"
+
+
+_TRITON = {"ring_decode": "triton_ring", "ring_prefill": "triton_ring", "ring_write": "triton_ring_write"}
+
+KERNELS: tuple[Kernel, ...] = tuple(
     Kernel(op.name, "torch_cpu", op.reference.replace("reference", "torch_cpu"), supports=_on_cpu, priority=10)
     for op in OPS
 )
+if find_spec("triton") is not None:
+    KERNELS += tuple(
+        Kernel(
+            f"mimo.{name}",
+            "triton",
+            f"atom_mimo.kernels.{module}:{name}",
+            supports=_by_triton,
+            priority=10,
+            capturable=True,
+        )
+        for name, module in _TRITON.items()
+    )

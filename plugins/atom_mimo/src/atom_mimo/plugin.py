@@ -11,6 +11,7 @@ from atom_core.plugin import (
     AttentionLayer,
     CacheRequirements,
     Claim,
+    GraphSupport,
     Kernel,
     LayoutPlugin,
     Op,
@@ -57,10 +58,14 @@ class MimoPlugin(LayoutPlugin):
         return ring_specs(layers, cache_dtype, num_spec_tokens)
 
     def requirements(self, layers: Sequence[Any], *, max_num_batched_tokens: int, **_: Any) -> CacheRequirements:
-        """Scratch memory; the rest is as usual."""
+        """Steps of equal rows can be captured; scales are kept beside float8 blocks; scratch memory."""
         from atom_mimo.layout import workspace_bytes
 
-        return CacheRequirements(workspace_bytes=workspace_bytes(layers, max_num_batched_tokens))
+        return CacheRequirements(
+            graph_support=GraphSupport.UNIFORM,
+            float8_cache=True,
+            workspace_bytes=workspace_bytes(layers, max_num_batched_tokens),
+        )
 
     @hookimpl
     def atom_plugin_info(self) -> PluginInfo:
@@ -81,7 +86,7 @@ class MimoPlugin(LayoutPlugin):
 
     @hookimpl
     def atom_kernels(self) -> Sequence[Kernel]:
-        """Kernels for the CPU."""
+        """Kernels for the CPU and CUDA."""
         from atom_mimo.ops import KERNELS
 
         return KERNELS

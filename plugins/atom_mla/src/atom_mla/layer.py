@@ -105,6 +105,7 @@ class LatentLayer(AttentionLayer, nn.Module):
         """Take the caches, choose kernels and look up the weight of `kv_b_proj`."""
         super().bind(kv_cache, kernels)
         self._latent_cache = kv_cache.paged["latent_cache"]
+        self._cache_scale = kv_cache.paged.get("latent_scale")
         self._kernels = {op: self._select_kernel(kernels, op) for op in self.ops}
         self._expansion = Expansion(
             self.kv_b_proj, self.num_heads, self.nope_dim, self.latent_dim, self.kv_a_layernorm.weight.dtype
@@ -149,7 +150,7 @@ class LatentLayer(AttentionLayer, nn.Module):
             query = query * self._position_scale(position_ids).to(query.dtype)
         query = query[0].transpose(0, 1)
         latent = torch.cat((latent, key_rope[:, 0]), -1)[0]
-        self._kernels["write_latent"](latent, self._latent_cache, self.step.batch.slot_mapping)
+        self._kernels["write_latent"](latent, self._latent_cache, self._cache_scale, self.step.batch.slot_mapping)
         attended, selection = self._attend(query, latent, hidden, residual, position_embeddings, previous)
         output = attended[None]
         if gate is not None:
@@ -213,11 +214,13 @@ class LatentLayer(AttentionLayer, nn.Module):
         if decodes == batch.num_tokens:
             return self._decode(query, batch)
         chunks = query[decodes:]
-        if metadata.prefill_has_prefix:
+        # All chunks attend to latents as a float8 cache has them: what is cached never depends on how a prompt was cut.
+        if metadata.prefill_has_prefix or self._cache_scale is not None:
             output = self._kernels["prefill_paged"](
                 chunks,
                 self._expansion.weight,
                 self._latent_cache,
+                self._cache_scale,
                 **rows(batch, batch.num_decodes, batch.num_seqs),
                 scaling=self.scaling,
             )
@@ -229,6 +232,7 @@ class LatentLayer(AttentionLayer, nn.Module):
         attended = self._kernels["decode"](
             self._expansion.absorb(query),
             self._latent_cache,
+            self._cache_scale,
             **rows(batch, 0, batch.num_decodes),
             scaling=self.scaling,
             value_dim=self.latent_dim,

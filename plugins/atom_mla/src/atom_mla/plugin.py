@@ -48,7 +48,7 @@ class MlaPlugin(LayoutPlugin):
 
     @hookimpl
     def atom_kernels(self) -> Sequence[Kernel]:
-        """Kernels in torch that are faster than the references."""
+        """Kernels that are faster than the references."""
         from atom_mla.ops import KERNELS
 
         return KERNELS
@@ -105,10 +105,10 @@ class MlaPlugin(LayoutPlugin):
         max_num_batched_tokens: int,
         max_model_len: int,
     ) -> CacheRequirements:
-        """Any block size; scratch memory of the largest step."""
+        """Any block size; scratch memory of the largest step; graphs: a decode step's launches depend on its shape."""
         from atom_mla.layout import requirements
 
-        return requirements(layers, max_num_batched_tokens)
+        return requirements(layers, max_num_batched_tokens, max_model_len)
 
 
 plugin = MlaPlugin()

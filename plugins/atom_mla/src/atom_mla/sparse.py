@@ -69,6 +69,7 @@ class SparseLatentLayer(LatentLayer):
         """Take the caches, the index keys' too."""
         super().bind(kv_cache, kernels)
         self._index_cache = kv_cache.paged.get("index_cache")
+        self._index_scale = kv_cache.paged.get("index_scale")
 
     def forward(
         self,
@@ -122,6 +123,7 @@ class SparseLatentLayer(LatentLayer):
             self._expansion.absorb(query),
             selection[0],
             self._latent_cache,
+            self._cache_scale,
             **rows(batch, 0, batch.num_seqs),
             scaling=self.scaling,
             value_dim=self.latent_dim,
@@ -131,7 +133,7 @@ class SparseLatentLayer(LatentLayer):
     def _write_index_keys(self, hidden: Tensor, position_embeddings: Any) -> None:
         key = self.indexer.k_norm(self.indexer.wk(hidden))
         key = self._rotate_leading(key[:, None], position_embeddings)[0, 0]
-        self._kernels["write_latent"](key, self._index_cache, self.step.batch.slot_mapping)
+        self._kernels["write_latent"](key, self._index_cache, self._index_scale, self.step.batch.slot_mapping)
 
     def _select(self, hidden: Tensor, residual: Tensor, position_embeddings: Any) -> Tensor:
         """[1, num_tokens, top_k] int32, positions in each token's request."""
@@ -143,6 +145,7 @@ class SparseLatentLayer(LatentLayer):
             query,
             weights[0],
             self._index_cache,
+            self._index_scale,
             **rows(batch, 0, batch.num_seqs),
             scaling=indexer.softmax_scale,
             top_k=self.top_k,

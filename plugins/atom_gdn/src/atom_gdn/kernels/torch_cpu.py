@@ -73,7 +73,7 @@ def decode(
     lengths = query_start_loc.diff()
     order = lengths.argsort(descending=True, stable=True)[: lengths.count_nonzero()]
     block = max(1, ROW_BLOCK_BYTES // (recurrent_state[0].numel() * 4))
-    for rows in torch.split(order, block):
+    for rows in torch.split(order, block) if len(order) else ():
         _decode_rows(
             *(qkv, a, b, weight, a_log, dt_bias, beta_scale, conv_state, recurrent_state, out),
             *(query_start_loc[rows].long(), lengths[rows], state_read[rows], state_write),

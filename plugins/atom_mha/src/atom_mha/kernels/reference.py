@@ -13,32 +13,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atom_mha.kernels.float8 import dequantize, quantize
+
 __all__ = ["decode", "prefill", "prefill_paged", "write_kv"]
 
 
 def write_kv(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scratch: dict[Any, Any]
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    slot_mapping: Tensor,
+    scratch: dict[Any, Any],
 ) -> None:
-    """Write a step's keys and values into the paged cache.
+    """Write a step's keys and values into the paged cache, quantized per token and head where there are scales.
 
     Args:
         key: [num_tokens, num_kv_heads, head_dim].
         value: [num_tokens, num_kv_heads, v_head_dim].
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim]; written.
         v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim]; written.
+        k_scale: [num_blocks, num_kv_heads, block_size] float32 of a cache in float8_e4m3fn, written; else `None`.
+        v_scale: the same for values.
         slot_mapping: [num_tokens] int64, block * block_size + offset; -1 skips the token.
         scratch: kept for the step.
     """
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    k_cache.flatten(0, 1)[slots] = key[written].to(k_cache.dtype)
-    v_cache.flatten(0, 1)[slots] = value[written].to(v_cache.dtype)
+    for new, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        if scale is None:
+            cache.flatten(0, 1)[slots] = new[written].to(cache.dtype)
+        else:
+            numbers, scale.transpose(1, 2)[slots // cache.shape[1], slots % cache.shape[1]] = quantize(new[written])
+            cache.view(torch.uint8).flatten(0, 1)[slots] = numbers.view(torch.uint8)
 
 
 def decode(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -61,6 +78,8 @@ def decode(
         query: [num_tokens, num_heads, head_dim]; query head h uses key head h // (num_heads / num_kv_heads).
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim].
+        k_scale: [num_blocks, num_kv_heads, block_size] float32: a cached key is number times scale; `None` for 1.
+        v_scale: the same for values.
         out: [num_tokens, num_heads, v_head_dim]; the rows' tokens are written.
         query_start_loc: [rows + 1] int32, first token of each row and the end of the last.
         seq_lens: [rows] int32, keys of each row, its new tokens included.
@@ -79,8 +98,8 @@ def decode(
     for row, seq_len in enumerate(lens):
         start, end = starts[row], starts[row + 1]
         blocks = block_tables[row, : -(-seq_len // block_size)].long()
-        key = k_cache[blocks].flatten(0, 1)[:seq_len]
-        value = v_cache[blocks].flatten(0, 1)[:seq_len]
+        key = _gather(k_cache, k_scale, blocks, query.dtype)[:seq_len]
+        value = _gather(v_cache, v_scale, blocks, query.dtype)[:seq_len]
         positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)
         out[start:end] = _attend(query[start:end], key, value, positions, scaling, window, chunk, soft_cap, sinks)
 
@@ -89,6 +108,8 @@ def prefill_paged(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -107,6 +128,8 @@ def prefill_paged(
         query,
         k_cache,
         v_cache,
+        k_scale,
+        v_scale,
         out,
         query_start_loc,
         seq_lens,
@@ -157,6 +180,16 @@ def prefill(
         row = slice(start, end)
         positions = torch.arange(end - start, device=query.device)
         out[row] = _attend(query[row], key[row], value[row], positions, scaling, window, chunk, soft_cap, sinks)
+
+
+def _gather(cache: Tensor, scale: Tensor | None, blocks: Tensor, query_dtype: torch.dtype) -> Tensor:
+    """Keys or values of `blocks`, [tokens, num_kv_heads, dim]: as they are cached, or dequantized in float32."""
+    taken = cache[blocks].flatten(0, 1)
+    if scale is None:
+        return taken
+    return dequantize(
+        taken, scale[blocks].transpose(1, 2).flatten(0, 1), torch.promote_types(query_dtype, torch.float32)
+    )
 
 
 def _attend(

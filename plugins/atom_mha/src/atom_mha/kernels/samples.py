@@ -8,24 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atom_mha.kernels.float8 import quantize
+
 __all__ = ["decode", "paged_case", "prefill", "prefill_case", "prefill_paged", "write_kv"]
 
 _PLAIN: dict[str, Any] = {"window": None, "chunk": None, "soft_cap": None, "sinks": False}
 
 
 def write_kv(device: torch.device, dtype: torch.dtype, seed: int) -> list[dict[str, Any]]:
-    """Tokens for random slots, with and without skipped ones."""
+    """Tokens for random slots, with and without skipped ones, a head of zeros among them."""
     generator = torch.Generator().manual_seed(seed)
-    cases = []
-    for num_tokens, num_skipped, head_dim, v_head_dim in ((1, 0, 16, 16), (13, 4, 16, 16), (40, 0, 24, 8)):
+    cases: list[dict[str, Any]] = []
+    shapes = ((1, 0, 16, 16, False), (13, 4, 16, 16, False), (40, 0, 24, 8, False), (13, 4, 24, 8, True))
+    for num_tokens, num_skipped, head_dim, v_head_dim, float8 in shapes:
         slots = torch.randperm(8 * 16, generator=generator)[:num_tokens]
         slots[torch.randperm(num_tokens, generator=generator)[:num_skipped]] = -1
+        key = _normal(generator, (num_tokens, 2, head_dim), device, dtype)
+        key[0, 0] = 0
+        cache_dtype = torch.float8_e4m3fn if float8 else dtype
         cases.append(
             {
-                "key": _normal(generator, (num_tokens, 2, head_dim), device, dtype),
+                "key": key,
                 "value": _normal(generator, (num_tokens, 2, v_head_dim), device, dtype),
-                "k_cache": torch.zeros(8, 16, 2, head_dim, device=device, dtype=dtype),
-                "v_cache": torch.zeros(8, 16, 2, v_head_dim, device=device, dtype=dtype),
+                "k_cache": torch.zeros(8, 16, 2, head_dim, device=device, dtype=cache_dtype),
+                "v_cache": torch.zeros(8, 16, 2, v_head_dim, device=device, dtype=cache_dtype),
+                "k_scale": torch.zeros(8, 2, 16, device=device) if float8 else None,
+                "v_scale": torch.zeros(8, 2, 16, device=device) if float8 else None,
                 "slot_mapping": slots.to(device),
                 "scratch": {},
             }
@@ -43,6 +51,7 @@ def decode(device: torch.device, dtype: torch.dtype, seed: int) -> list[dict[str
         paged_case(seed, device, dtype, query_lens=[4, 4, 1, 0, 3], seq_lens=[4, 35, 70, 1, 20], window=9),
         paged_case(seed, device, dtype, query_lens=[1, 2, 2], seq_lens=[50, 51, 18], sinks=True, v_head_dim=8),
         paged_case(seed, device, dtype, query_lens=[1, 1, 3], seq_lens=[48, 7, 33], soft_cap=5.0, num_kv_heads=1),
+        paged_case(seed, device, dtype, query_lens=[1, 3, 0], seq_lens=[48, 33, 9], float8=True, v_head_dim=8),
     ]
 
 
@@ -56,6 +65,7 @@ def prefill_paged(device: torch.device, dtype: torch.dtype, seed: int) -> list[d
         paged_case(seed, device, dtype, query_lens=[20, 7], seq_lens=[40, 8], sinks=True, window=5, v_head_dim=8),
         paged_case(seed, device, dtype, query_lens=[20, 300], seq_lens=[21, 310], soft_cap=5.0),
         paged_case(seed, device, dtype, query_lens=[300], seq_lens=[600], num_kv_heads=6),
+        paged_case(seed, device, dtype, query_lens=[20, 9], seq_lens=[70, 9], float8=True, window=30),
     ]
 
 
@@ -83,6 +93,7 @@ def paged_case(
     v_head_dim: int = 16,
     block_size: int = 16,
     shuffled: bool = True,
+    float8: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Inputs of `mha.decode` and `mha.prefill_paged`; memory that no row has written holds NaN.
@@ -99,6 +110,7 @@ def paged_case(
         v_head_dim: of values.
         block_size: tokens per block.
         shuffled: whether a row's blocks are scattered.
+        float8: whether the cache is quantized.
         options: `window`, `chunk`, `soft_cap`, and `sinks` as a bool.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -120,10 +132,15 @@ def paged_case(
         k_cache.flatten(0, 1)[slots] = _normal(generator, (seq_len, num_kv_heads, head_dim), cpu, dtype)
         v_cache.flatten(0, 1)[slots] = _normal(generator, (seq_len, num_kv_heads, v_head_dim), cpu, dtype)
     num_tokens = sum(query_lens)
+    k_scale = v_scale = None
+    if float8:
+        (k_cache, k_scale), (v_cache, v_scale) = quantize(k_cache), quantize(v_cache)
     return {
         "query": _normal(generator, (num_tokens, num_heads, head_dim), device, dtype),
         "k_cache": k_cache.to(device),
         "v_cache": v_cache.to(device),
+        "k_scale": None if k_scale is None else k_scale.transpose(1, 2).contiguous().to(device),
+        "v_scale": None if v_scale is None else v_scale.transpose(1, 2).contiguous().to(device),
         "out": torch.zeros(num_tokens, num_heads, v_head_dim, device=device, dtype=dtype),
         "query_start_loc": _starts(query_lens, device),
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device=device),

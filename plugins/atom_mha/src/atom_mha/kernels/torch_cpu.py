@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from atom_mha.kernels.float8 import dequantize, quantize
+
 __all__ = ["decode", "prefill", "prefill_paged", "write_kv"]
 
 _GROUP_KEYS = 1024
@@ -36,7 +38,14 @@ Array = np.ndarray[Any, Any]
 
 
 def write_kv(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scratch: dict[Any, Any]
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    slot_mapping: Tensor,
+    scratch: dict[Any, Any],
 ) -> None:
     """Write a step's keys and values into the paged cache; see `reference.write_kv`."""
     if "written" not in scratch:
@@ -45,8 +54,14 @@ def write_kv(
     if scratch["written"] is not None:
         written = scratch["written"]
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(v_cache.dtype))
+    for new, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        if scale is None:
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, new.to(cache.dtype))
+        else:
+            numbers, scales = quantize(new)
+            cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
+            block_size = cache.shape[1]
+            scale.transpose(1, 2)[slot_mapping // block_size, slot_mapping % block_size] = scales
 
 
 @dataclass
@@ -85,6 +100,8 @@ def decode(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -107,7 +124,10 @@ def decode(
     per_kv_head = query.shape[1] // num_kv_heads
     bias_dtype = query.dtype if soft_cap is None and sinks is None else torch.float32
     for group in groups:
-        key, value = (_take(cache, group.slots, query.dtype, group.num_rows) for cache in (k_cache, v_cache))
+        key, value = (
+            _take(cache, scale, group.slots, query.dtype, group.num_rows)
+            for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
+        )
         # Query heads of one key head become rows of one query: [rows, kv_heads, heads per kv head * tokens, dim].
         own = query[group.tokens]
         if group.num_tokens == group.num_rows:
@@ -147,6 +167,8 @@ def prefill_paged(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -170,7 +192,10 @@ def prefill_paged(
         tokens = slice(int(rows.starts[row]), int(rows.starts[row + 1]))
         first = int(rows.first_visible(window, chunk)[row])
         slots = rows.slots(row, np.arange(first, rows.seq_lens[row])[None])
-        key, value = (_take(cache, slots, query.dtype, 1)[0].transpose(0, 1) for cache in (k_cache, v_cache))
+        key, value = (
+            _take(cache, scale, slots, query.dtype, 1)[0].transpose(0, 1)
+            for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
+        )
         _attend_row(query[tokens], key, value, first, out[tokens], scaling, window, chunk, soft_cap, sinks)
 
 
@@ -253,9 +278,16 @@ def _decode_group(
     )
 
 
-def _take(cache: Tensor, slots: slice | Tensor, dtype: torch.dtype, num_rows: int) -> Tensor:
+def _take(cache: Tensor, scale: Tensor | None, slots: slice | Tensor, dtype: torch.dtype, num_rows: int) -> Tensor:
     """Keys or values of a group: [rows, kv_heads, keys, dim], a view of the cache where they are consecutive."""
     num_kv_heads, dim = cache.shape[2:]
+    if scale is not None:
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop)
+        numbers = cache.view(torch.uint8).flatten(0, 1).index_select(0, slots)
+        scales = scale.transpose(1, 2)[slots // cache.shape[1], slots % cache.shape[1]]
+        wide = dequantize(numbers.view(torch.float8_e4m3fn), scales, dtype)
+        return wide.view(num_rows, -1, num_kv_heads, dim).transpose(1, 2)
     if isinstance(slots, slice):
         token = num_kv_heads * dim
         shape = (1, num_kv_heads, slots.stop - slots.start, dim)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ring_decode", "ring_prefill", "ring_write"]
+__all__ = ["Case", "attention_case", "ring_decode", "ring_prefill", "ring_write", "write_case"]
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """Shapes of one sample.
 
     Attributes:
@@ -46,41 +46,46 @@ class _Case:
 
 
 _DECODES = (
-    _Case([1], [5]),
-    _Case([1, 1, 1, 1, 0, 0], [7, 8, 9, 1000, 0, 3], after=2),
-    _Case([4, 4, 1, 2, 4], [1, 8, 17, 40, 6], spare=3, before=1, after=3),
-    _Case([1, 3], [2, 5], window=1, spare=2, num_kv_heads=8, sinks=False),
-    _Case([1, 1, 1], [4, 300, 129], window=129, num_heads=16, num_kv_heads=8, head_dim=192, v_head_dim=128),
-    _Case([2, 2], [0, 30], window=12, spare=1, num_heads=4, num_kv_heads=1, stateless=[1]),
+    Case([1], [5]),
+    Case([1, 1, 1, 1, 0, 0], [7, 8, 9, 1000, 0, 3], after=2),
+    Case([4, 4, 1, 2, 4], [1, 8, 17, 40, 6], spare=3, before=1, after=3),
+    Case([1, 3], [2, 5], window=1, spare=2, num_kv_heads=8, sinks=False),
+    Case([1, 1, 1], [4, 300, 129], window=129, num_heads=16, num_kv_heads=8, head_dim=192, v_head_dim=128),
+    Case([2, 2], [0, 30], window=12, spare=1, num_heads=4, num_kv_heads=1, stateless=[1]),
 )
 _CHUNKS = (
-    _Case([1], [0]),
-    _Case([5, 0, 8, 9, 1, 40], [0, 0, 0, 3, 12, 21], before=3, after=2),
-    _Case([13, 11, 2], [5, 0, 7], window=5, spare=3, num_kv_heads=8, sinks=False),
-    _Case([200, 260], [100, 0], window=129, num_heads=16, num_kv_heads=8, head_dim=192, v_head_dim=128),
-    _Case([3, 150], [9, 2], window=1, num_kv_heads=4),
-    _Case([7, 7], [20, 20], window=6, num_heads=4, num_kv_heads=1, stateless=[0]),
+    Case([1], [0]),
+    Case([5, 0, 8, 9, 1, 40], [0, 0, 0, 3, 12, 21], before=3, after=2),
+    Case([13, 11, 2], [5, 0, 7], window=5, spare=3, num_kv_heads=8, sinks=False),
+    Case([200, 260], [100, 0], window=129, num_heads=16, num_kv_heads=8, head_dim=192, v_head_dim=128),
+    Case([3, 150], [9, 2], window=1, num_kv_heads=4),
+    Case([7, 7], [20, 20], window=6, num_heads=4, num_kv_heads=1, stateless=[0]),
 )
 
 
 def ring_decode(device: torch.device, dtype: torch.dtype, seed: int) -> list[dict[str, Any]]:
     """Inputs of `mimo.ring_decode`."""
-    return [_attention(case, device, dtype, seed + index) for index, case in enumerate(_DECODES)]
+    return [attention_case(case, device, dtype, seed + index) for index, case in enumerate(_DECODES)]
 
 
 def ring_prefill(device: torch.device, dtype: torch.dtype, seed: int) -> list[dict[str, Any]]:
     """Inputs of `mimo.ring_prefill`."""
-    return [_attention(case, device, dtype, seed + index) for index, case in enumerate(_CHUNKS)]
+    return [attention_case(case, device, dtype, seed + index) for index, case in enumerate(_CHUNKS)]
 
 
 def ring_write(device: torch.device, dtype: torch.dtype, seed: int) -> list[dict[str, Any]]:
     """Inputs of `mimo.ring_write`."""
-    inputs = [_attention(case, device, dtype, seed + index) for index, case in enumerate((*_DECODES, *_CHUNKS))]
+    return [write_case(case, device, dtype, seed + index) for index, case in enumerate((*_DECODES, *_CHUNKS))]
+
+
+def write_case(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    """Inputs of `mimo.ring_write` for one case."""
     unused = {"query", "out", "scaling", "window", "sinks"}
-    return [{name: value for name, value in sample.items() if name not in unused} for sample in inputs]
+    sample = attention_case(case, device, dtype, seed)
+    return {name: value for name, value in sample.items() if name not in unused}
 
 
-def _attention(case: _Case, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+def attention_case(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Any]:
     """Rings in shuffled slots; what a ring holds of no computed position is far too large."""
     generator, numpy_generator = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     lengths, num_computed = np.asarray(case.lengths), np.asarray(case.num_computed, dtype=np.int32)

@@ -4,7 +4,8 @@ Shared conventions. A cache is `[num_blocks, block_size, width]`; token p of row
 `block_tables[r, p // block_size]` at offset `p % block_size`. The query tokens of row r are
 `query_start_loc[r] - query_start_loc[0]` and following, so that a caller can pass a slice of a step; they are the
 last of the row's `seq_lens[r]` tokens, and a token sees itself and what lies before it. Rows may be empty. Every
-host array equals its device tensor. Rows of `query` that belong to no row give zeros.
+host array equals its device tensor. Rows of `query` that belong to no row give zeros. A cache in float8_e4m3fn has a
+factor per token, `scale`: a cached value is number times scale.
 
 Formulas: DeepSeek-V2 (arXiv 2405.04434) section 2.1 for latent attention and its absorbed form, DeepSeek-V3.2
 (arXiv 2512.02556) equation 1 for the index scores.
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atom_mla.kernels.float8 import quantize
+
 __all__ = [
     "attend_selected",
     "decode",
@@ -31,21 +34,28 @@ __all__ = [
 Host = np.ndarray[Any, Any]
 
 
-def write_latent(latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write one step's latents, or index keys, into their paged cache.
+def write_latent(latent: Tensor, cache: Tensor, scale: Tensor | None, slot_mapping: Tensor) -> None:
+    """Write one step's latents, or index keys, into their paged cache, quantized per token where there are scales.
 
     Args:
         latent: [num_tokens, width].
         cache: [num_blocks, block_size, width], cache dtype; written in place.
+        scale: [num_blocks, block_size] float32 of a cache in float8_e4m3fn, written in place; else `None`.
         slot_mapping: [num_tokens] int64, block * block_size + offset; -1 skips the token.
     """
     kept = slot_mapping >= 0
-    cache.view(-1, cache.shape[-1])[slot_mapping[kept]] = latent[kept].to(cache.dtype)
+    slots = slot_mapping[kept]
+    if scale is None:
+        cache.view(-1, cache.shape[-1])[slots] = latent[kept].to(cache.dtype)
+    else:
+        numbers, scale.view(-1)[slots] = quantize(latent[kept])
+        cache.view(torch.uint8).view(-1, cache.shape[-1])[slots] = numbers.view(torch.uint8)
 
 
 def decode(
     query: Tensor,
     cache: Tensor,
+    scale: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -62,6 +72,7 @@ def decode(
         query: [num_tokens, heads, width], `value_dim` values that meet the latent, then those that meet the
             rotary key.
         cache: [num_blocks, block_size, width], the step's latents written.
+        scale: [num_blocks, block_size] float32, factors of a cache in float8_e4m3fn; else `None`.
         block_tables: [rows, max_blocks] int32.
         query_start_loc: [rows + 1] int32.
         seq_lens: [rows] int32.
@@ -77,7 +88,7 @@ def decode(
     """
     output = query.new_zeros(query.shape[0], query.shape[1], value_dim)
     for row, tokens, seq_len in _rows(query_start_loc_host, seq_lens_host):
-        keys = _gather(cache, block_tables[row], seq_len).float()
+        keys = _gather(cache, scale, block_tables[row], seq_len)
         scores = torch.einsum("qhd,kd->qhk", query[tokens].float(), keys) * scaling
         weights = scores.masked_fill(_future(scores.shape[0], seq_len, scores.device)[:, None], float("-inf")).softmax(
             -1
@@ -121,6 +132,7 @@ def prefill_paged(
     query: Tensor,
     expansion: Tensor,
     cache: Tensor,
+    scale: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -137,6 +149,7 @@ def prefill_paged(
         expansion: [heads, nope_dim + value_dim, latent_dim], the weight that expands a latent into each head's key
             without its rotary part, and its value (`kv_b_proj`).
         cache: [num_blocks, block_size, latent_dim + rope_dim], the step's latents written.
+        scale: [num_blocks, block_size] float32, factors of a cache in float8_e4m3fn; else `None`.
         block_tables: [rows, max_blocks] int32.
         query_start_loc: [rows + 1] int32.
         seq_lens: [rows] int32.
@@ -154,7 +167,7 @@ def prefill_paged(
     nope_dim = query.shape[-1] - rope_dim
     output = query.new_zeros(query.shape[0], heads, expanded_dim - nope_dim)
     for row, tokens, seq_len in _rows(query_start_loc_host, seq_lens_host):
-        latents = _gather(cache, block_tables[row], seq_len).float()
+        latents = _gather(cache, scale, block_tables[row], seq_len)
         expanded = torch.einsum("kl,hel->khe", latents[:, :latent_dim], expansion.float())
         rotary = latents[:, None, latent_dim:].expand(-1, heads, -1)
         keys = torch.cat((expanded[..., :nope_dim], rotary), -1)
@@ -170,6 +183,7 @@ def select_tokens(
     query: Tensor,
     head_weights: Tensor,
     cache: Tensor,
+    scale: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -189,6 +203,7 @@ def select_tokens(
         query: [num_tokens, index_heads, index_dim], rotary embedding applied.
         head_weights: [num_tokens, index_heads] float32.
         cache: [num_blocks, block_size, index_dim], the step's index keys written.
+        scale: [num_blocks, block_size] float32, factors of a cache in float8_e4m3fn; else `None`.
         block_tables: [rows, max_blocks] int32.
         query_start_loc: [rows + 1] int32.
         seq_lens: [rows] int32.
@@ -204,7 +219,7 @@ def select_tokens(
     """
     selected = torch.full((query.shape[0], top_k), -1, dtype=torch.int32, device=query.device)
     for row, tokens, seq_len in _rows(query_start_loc_host, seq_lens_host):
-        keys = _gather(cache, block_tables[row], seq_len).float()
+        keys = _gather(cache, scale, block_tables[row], seq_len)
         scores = (torch.einsum("qhd,kd->qhk", query[tokens].float(), keys) * scaling).relu()
         scores = torch.einsum("qh,qhk->qk", head_weights[tokens].float(), scores)
         for token in range(scores.shape[0]):
@@ -218,6 +233,7 @@ def attend_selected(
     query: Tensor,
     selected: Tensor,
     cache: Tensor,
+    scale: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -232,8 +248,9 @@ def attend_selected(
 
     Args:
         query: [num_tokens, heads, width], as for `decode`.
-        selected: [num_tokens, top_k] int32, positions in the request, none in the future; -1 for none.
+        selected: [num_tokens, top_k] int32, ascending positions in the request, none in the future, then -1 for none.
         cache: [num_blocks, block_size, width], the step's latents written.
+        scale: [num_blocks, block_size] float32, factors of a cache in float8_e4m3fn; else `None`.
         block_tables: [rows, max_blocks] int32.
         query_start_loc: [rows + 1] int32.
         seq_lens: [rows] int32.
@@ -249,7 +266,7 @@ def attend_selected(
     """
     output = query.new_zeros(query.shape[0], query.shape[1], value_dim)
     for row, tokens, seq_len in _rows(query_start_loc_host, seq_lens_host):
-        latents = _gather(cache, block_tables[row], seq_len).float()
+        latents = _gather(cache, scale, block_tables[row], seq_len)
         for token in range(tokens.start, tokens.stop):
             keys = latents[selected[token][selected[token] >= 0].long()]
             weights = (query[token].float() @ keys.T * scaling).softmax(-1)
@@ -265,10 +282,11 @@ def _rows(query_start_loc: Host, lengths: Host) -> Iterator[tuple[int, slice, in
             yield row, slice(starts[row], starts[row + 1]), length
 
 
-def _gather(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
-    """One row's cached tokens, [seq_len, width]."""
-    num_blocks = -(-seq_len // cache.shape[1])
-    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
+def _gather(cache: Tensor, scale: Tensor | None, block_table: Tensor, seq_len: int) -> Tensor:
+    """One row's cached tokens, [seq_len, width] float32."""
+    blocks = block_table[: -(-seq_len // cache.shape[1])].long()
+    tokens = cache[blocks].flatten(0, 1)[:seq_len].float()
+    return tokens if scale is None else tokens * scale[blocks].flatten()[:seq_len, None]
 
 
 def _future(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

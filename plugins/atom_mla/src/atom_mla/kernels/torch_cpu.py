@@ -28,6 +28,7 @@ _SCRATCH_VALUES = SCRATCH_BYTES // 4
 def decode(
     query: Tensor,
     cache: Tensor,
+    scale: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -51,7 +52,7 @@ def decode(
         if depth == 0:
             continue
         blocks = block_tables[first:last, : -(-longest // block_size)].long()
-        keys = cache[blocks].flatten(1, 2)[:, :longest].float()
+        keys = _dequantize(cache[blocks], None if scale is None else scale[blocks]).flatten(1, 2)[:, :longest]
         lens = seq_lens[first:last].long()
         positions = torch.arange(longest, device=device)
         keys.masked_fill_((positions >= lens[:, None])[..., None], 0)
@@ -93,6 +94,7 @@ def prefill_paged(
     query: Tensor,
     expansion: Tensor,
     cache: Tensor,
+    scale: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -124,7 +126,7 @@ def prefill_paged(
             queries = torch.cat((queries[..., :nope_dim] @ key_part, queries[..., nope_dim:]), -1)
         softmax = _RunningSoftmax(queries, int(seq_lens_host[row]), latent_dim if absorb else value_dim, scaling)
         piece = _SCRATCH_VALUES // (heads * (2 * num_queries + 2 * query.shape[-1] + value_dim))
-        for start, latents in _pieces(cache, block_tables[row], softmax.num_keys, piece):
+        for start, latents in _pieces(cache, scale, block_tables[row], softmax.num_keys, piece):
             if absorb:
                 softmax.add(start, latents[None], latents[None, :, :latent_dim])
                 continue
@@ -141,6 +143,7 @@ def select_tokens(
     query: Tensor,
     head_weights: Tensor,
     cache: Tensor,
+    scale: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -160,7 +163,7 @@ def select_tokens(
         step = max(1, _SCRATCH_VALUES // max(1, num_keys * 8))
         for start in range(tokens.start, tokens.stop, step):
             part = slice(start, min(start + step, tokens.stop))
-            scores = _index_scores(query[part], head_weights[part], cache, block_tables[row], num_keys, scaling)
+            scores = _index_scores(query[part], head_weights[part], cache, scale, block_tables[row], num_keys, scaling)
             own = torch.arange(first + start - tokens.start, first + part.stop - tokens.start, device=query.device)
             scores.masked_fill_(positions > own[:, None], float("-inf"))
             selected[part, : min(top_k, num_keys)] = _best(scores, top_k)
@@ -171,6 +174,7 @@ def attend_selected(
     query: Tensor,
     selected: Tensor,
     cache: Tensor,
+    scale: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -193,7 +197,8 @@ def attend_selected(
             absent = chosen < 0
             chosen = chosen.clamp_(min=0)
             slots = block_tables[row].long()[chosen // block_size] * block_size + chosen % block_size
-            keys = flat[slots].float().masked_fill_(absent[..., None], 0)
+            keys = _dequantize(flat[slots], None if scale is None else scale.view(-1)[slots])
+            keys.masked_fill_(absent[..., None], 0)
             scores = (query[part].float() @ keys.transpose(1, 2)).mul_(scaling)
             weights = scores.masked_fill_(absent[:, None], float("-inf")).softmax(-1).nan_to_num_(0)
             output[part] = (weights @ keys[..., :value_dim]).to(output.dtype)
@@ -235,12 +240,19 @@ class _RunningSoftmax:
 
 
 def _index_scores(
-    query: Tensor, head_weights: Tensor, cache: Tensor, block_table: Tensor, num_keys: int, scaling: float
+    query: Tensor,
+    head_weights: Tensor,
+    cache: Tensor,
+    scale: Tensor | None,
+    block_table: Tensor,
+    num_keys: int,
+    scaling: float,
 ) -> Tensor:
     """Scores of all keys of a row, [queries, num_keys] float32, future ones included."""
     queries, weights = query.float(), head_weights.float()
     scores = queries.new_empty(query.shape[0], num_keys)
-    for start, keys in _pieces(cache, block_table, num_keys, _SCRATCH_VALUES // (2 * queries[..., 0].numel())):
+    piece = _SCRATCH_VALUES // (2 * queries[..., 0].numel())
+    for start, keys in _pieces(cache, scale, block_table, num_keys, piece):
         products = (queries @ keys.T).mul_(scaling).relu_()
         scores[:, start : start + keys.shape[0]] = (weights[:, None] @ products)[:, 0]
     return scores
@@ -286,11 +298,20 @@ def _groups(seq_lens: Host, values_per_key: int) -> Iterator[tuple[int, int]]:
         yield first, len(seq_lens)
 
 
-def _pieces(cache: Tensor, block_table: Tensor, num_keys: int, piece: int) -> Iterator[tuple[int, Tensor]]:
+def _dequantize(numbers: Tensor, scale: Tensor | None) -> Tensor:
+    """Values [..., width] in float32, a copy; `scale` is [...]."""
+    values = numbers.to(torch.float32, copy=True)
+    return values if scale is None else values.mul_(scale[..., None])
+
+
+def _pieces(
+    cache: Tensor, scale: Tensor | None, block_table: Tensor, num_keys: int, piece: int
+) -> Iterator[tuple[int, Tensor]]:
     """A row's cached tokens in pieces of whole blocks: first position and [tokens, width] float32."""
     block_size = cache.shape[1]
-    blocks = max(1, piece // block_size)
-    for start in range(0, num_keys, blocks * block_size):
+    count = max(1, piece // block_size)
+    for start in range(0, num_keys, count * block_size):
         first = start // block_size
-        tokens = cache[block_table[first : first + blocks].long()].flatten(0, 1)
-        yield start, tokens[: num_keys - start].float()
+        blocks = block_table[first : first + count].long()
+        tokens = _dequantize(cache[blocks], None if scale is None else scale[blocks]).flatten(0, 1)
+        yield start, tokens[: num_keys - start]
