@@ -1,0 +1,1 @@
+"""Kernels of `core.linear_row`."""
