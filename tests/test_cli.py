@@ -91,6 +91,26 @@ def test_plan_needs_no_weights(capsys, config_folder):
     assert found["bytes_per_token"] == expected
 
 
+def test_plan_and_check_show_the_role_that_drafts(capsys, config_folder):
+    alone = json.loads(in_process(capsys, "plan", str(config_folder), "--memory", "64MB", "--json"))
+    draft = ("--draft-model", str(config_folder), "--num-spec-tokens", "2", "--memory", "64MB")
+    found = json.loads(in_process(capsys, "plan", str(config_folder), *draft, "--json"))
+    assert set(found["plugins"]) == {"mha", "draft/mha"}
+    for field in ("weight_bytes", "bytes_per_token"):
+        assert found[field] == 2 * alone[field]
+    assert in_process(capsys, "plan", str(config_folder), *draft).count("of the draft") == 2
+    layers = json.loads(in_process(capsys, "check", str(config_folder), *draft, "--random-weights", "0", "--json"))
+    assert sum(row["module"].startswith("draft/") for row in layers["layers"]) == len(layers["layers"]) / 2
+
+
+def test_bench_takes_a_proposer(capsys, model_folder):
+    arguments = ("--input-tokens", "8", "--output-tokens", "6", "--cache-memory", "32MB", "--json")
+    found = json.loads(
+        in_process(capsys, "bench", "throughput", str(model_folder), "--draft-model", str(model_folder), *arguments)
+    )
+    assert found["stats"]["acceptance_length"] > 1
+
+
 def test_plan_says_what_would_fit(config_folder):
     done = run("plan", str(config_folder), "--memory", "1MB")
     assert done.returncode == 2

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from atom_core.errors import LayerError
-from atom_core.plugin import AttentionLayer
+from atom_core.plugin import KEYWORDS_WITHOUT_MEANING, AttentionLayer
 from atom_deepseek_v4.compressor import Compressor
 from atom_deepseek_v4.rotary import rotate
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HeavilyCompressedLayer", "SparseLayer", "WindowLayer"]
 
-_WITHOUT_MEANING = frozenset(
-    {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "is_causal", "logits_to_keep"}
-)
 _OPS = ("write_ring", "compress", "select", "attend")
 
 
@@ -173,7 +170,9 @@ class WindowLayer(AttentionLayer, nn.Module):
                 f"{where} got hidden states {tuple(hidden_states.shape)}; expected [1, {num_tokens}, hidden_size], the "
                 "step's tokens"
             )
-        unknown = [name for name, value in keywords.items() if value is not None and name not in _WITHOUT_MEANING]
+        unknown = [
+            name for name, value in keywords.items() if value is not None and name not in KEYWORDS_WITHOUT_MEANING
+        ]
         if unknown:
             raise LayerError(
                 f"{where} got {', '.join(sorted(unknown))}, which atom-deepseek-v4 does not apply: a layer knows its "
