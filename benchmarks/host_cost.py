@@ -1,8 +1,13 @@
-"""Host cost of a decode step without a model: schedule, build the batch, take the tokens."""
+"""Host cost of a decode step without a model: draft, schedule, build the batch, take the tokens.
+
+With n-gram drafting each sequence's text repeats itself, so that every step verifies drafts and keeps them all, which
+costs most; `random` text is looked up, and nothing is found.
+"""
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 
@@ -11,47 +16,124 @@ import torch
 from atom_core.cache.block_manager import BlockManager
 from atom_core.cache.config import CacheConfig
 from atom_core.engine.batch_builder import BatchBuilder, StateLayout
+from atom_core.engine.ngram import NgramDrafter
 from atom_core.engine.sampling import SamplingParams
 from atom_core.engine.scheduler import Scheduler, SchedulerLimits
 from atom_core.engine.sequence import Sequence
 from atom_core.plugin import Rewind, StepBuffers, StepLimits
 
-BLOCK_SIZE = 16
+VOCAB = 50_000
+BLOCK_SIZE, NUM_DRAFTS, PERIOD = 16, 4, 61
+PARTS = ("draft", "schedule", "build", "take", "total")
 
 
-def measure(num_seqs: int, context: int, num_steps: int, stateful: bool) -> dict[str, float]:
-    """Medians over decode steps from `context` tokens on: milliseconds of this thread, which does all the work."""
-    max_model_len = context + num_steps + BLOCK_SIZE
-    blocks_per_seq = -(-max_model_len // BLOCK_SIZE)
+class Case:
+    """Running decodes of one kind.
+
+    Args:
+        num_seqs: rows.
+        context: tokens of each prompt.
+        num_steps: most steps.
+        stateful: with a group of state, checkpoints and prefix caching.
+        ngram: `off`, or the text that n-gram drafting meets, `repeats` or `random`.
+    """
+
+    def __init__(self, num_seqs: int, context: int, num_steps: int, stateful: bool, ngram: str) -> None:
+        self.name = (stateful, ngram)
+        tokens_per_step = 1 + NUM_DRAFTS if ngram == "repeats" else 1
+        max_model_len = context + (num_steps + 2) * tokens_per_step + BLOCK_SIZE
+        blocks_per_seq = -(-max_model_len // BLOCK_SIZE)
+        config = CacheConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=num_seqs * blocks_per_seq,
+            max_model_len=max_model_len,
+            num_per_req_cache_groups=num_seqs if stateful else 0,
+            num_checkpoints=num_seqs if stateful else 0,
+            checkpoint_interval=2048 if stateful else None,
+        )
+        limits = SchedulerLimits(num_seqs, num_seqs * context, max_model_len)
+        self.scheduler = Scheduler(limits, BlockManager(config))
+        step_limits = StepLimits(num_seqs, limits.max_num_batched_tokens, blocks_per_seq, BLOCK_SIZE)
+        states = {"state": StateLayout(1 + NUM_DRAFTS, Rewind.SLOTS)} if stateful else {}
+        self.builder = BatchBuilder(states, StepBuffers(step_limits, torch.device("cpu")))
+        self.speculator = None if ngram == "off" else NgramDrafter(NUM_DRAFTS, num_seqs, max_model_len)
+        self.texts = [_text(index, max_model_len, ngram) for index in range(num_seqs)]
+        params = SamplingParams(max_tokens=None, temperature=0)
+        for index, text in enumerate(self.texts):
+            seq = Sequence(index, text[:context], params, max_num_tokens=max_model_len, has_per_req_cache=stateful)
+            self.scheduler.add(seq)
+        self.times: dict[str, list[float]] = {name: [] for name in PARTS}
+
+    def step(self) -> None:
+        """Run a step and note its times: milliseconds of this thread, which does all the work."""
+        begun = time.thread_time()
+        if self.speculator is not None:
+            self.speculator.set_drafts(self.scheduler.running)
+        drafted = time.thread_time()
+        batch = self.scheduler.schedule()
+        scheduled = time.thread_time()
+        self.builder.build(batch)
+        built = time.thread_time()
+        chosen = [_model(self.texts[seq.id], seq) for seq in batch.seqs]
+        ran = time.thread_time()
+        self.scheduler.postprocess(batch, chosen)
+        self.scheduler.states_saved(batch)
+        taken = time.thread_time()
+        parts = (drafted - begun, scheduled - drafted, built - scheduled, taken - ran, built - begun + taken - ran)
+        for name, seconds in zip(self.times, parts, strict=True):
+            self.times[name].append(seconds * 1e3)
+
+
+def lookup_milliseconds(num_tokens: int, stateful: bool, repeats: int) -> float:
+    """Median time to find a prompt that is cached whole, its blocks hashed and verified."""
     config = CacheConfig(
         block_size=BLOCK_SIZE,
-        num_blocks=num_seqs * blocks_per_seq,
-        max_model_len=max_model_len,
-        num_per_req_cache_groups=num_seqs if stateful else 0,
+        num_blocks=2 * num_tokens // BLOCK_SIZE,
+        max_model_len=num_tokens + 1,
+        num_per_req_cache_groups=1 if stateful else 0,
+        num_checkpoints=1 if stateful else 0,
     )
-    limits = SchedulerLimits(num_seqs, num_seqs * context, max_model_len)
-    scheduler = Scheduler(limits, BlockManager(config))
-    step_limits = StepLimits(num_seqs, limits.max_num_batched_tokens, blocks_per_seq, BLOCK_SIZE)
-    states = {"state": StateLayout(1, Rewind.SLOTS)} if stateful else {}
-    builder = BatchBuilder(states, StepBuffers(step_limits, torch.device("cpu")))
-    params = SamplingParams(max_tokens=None, temperature=0)
-    for index in range(num_seqs):
-        prompt = [(index * 7919 + position * 31) % 50000 for position in range(context)]
-        scheduler.add(Sequence(index, prompt, params, max_num_tokens=max_model_len, has_per_req_cache=stateful))
-    times: dict[str, list[float]] = {"schedule": [], "build": [], "postprocess": [], "total": []}
-    for step in range(num_steps + 1):
-        started = time.thread_time()
-        batch = scheduler.schedule()
-        scheduled = time.thread_time()
-        builder.build(batch)
-        built = time.thread_time()
-        scheduler.postprocess(batch, [[step % 100] for _ in batch.seqs])
-        ended = time.thread_time()
-        if step:
-            parts = (scheduled - started, built - scheduled, ended - built, ended - started)
-            for name, seconds in zip(times, parts, strict=True):
-                times[name].append(seconds * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+    blocks = BlockManager(config)
+    tokens = _text(0, num_tokens, "random")
+
+    def sequence(number: int) -> Sequence:
+        params = SamplingParams(temperature=0)
+        return Sequence(number, tokens, params, max_num_tokens=num_tokens + 1, has_per_req_cache=stateful)
+
+    first = sequence(0)
+    blocks.allocate(first)
+    last_boundary = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    checkpoint_id = blocks.take_checkpoint(first, last_boundary)
+    if checkpoint_id is not None:
+        blocks.states.publish_checkpoint(checkpoint_id)
+    blocks.publish(first, num_tokens)
+    blocks.deallocate(first)
+    times = []
+    for number in range(1, repeats + 1):
+        seq = sequence(number)
+        begun = time.thread_time()
+        found = blocks.can_allocate(seq)
+        times.append((time.thread_time() - begun) * 1e3)
+        blocks.allocate(seq)
+        assert found, "the prompt does not fit"
+        assert seq.num_cached_tokens == last_boundary, "the lookup missed"
+        blocks.deallocate(seq)
+    return statistics.median(times)
+
+
+def _text(index: int, length: int, ngram: str) -> list[int]:
+    if ngram == "random":
+        numbers = random.Random(index)
+        return [numbers.randrange(VOCAB) for _ in range(length)]
+    return [(index * 7919 + position % PERIOD * 31) % VOCAB for position in range(length)]
+
+
+def _model(text: list[int], seq: Sequence) -> list[int]:
+    """The next tokens of the text, as many as the drafts that are right and one more."""
+    known, count = seq.num_tokens, seq.num_draft_tokens
+    drafts = seq.tokens_between(known, known + count).tolist()
+    num_right = next((place for place in range(count) if drafts[place] != text[known + place]), count)
+    return text[known : known + num_right + 1]
 
 
 def main() -> None:
@@ -61,15 +143,23 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    print(f"{arguments.num_seqs} running decodes, medians in ms")
-    print(f"{'context':>8} {'state':>6} {'schedule':>9} {'build':>7} {'postprocess':>12} {'total':>7}")
-    for stateful in (False, True):
-        for context in arguments.contexts:
-            found = measure(arguments.num_seqs, context, arguments.steps, stateful)
+    print(f"{arguments.num_seqs} running decodes, medians in ms; the kinds take turns, step by step")
+    print(f"{'context':>8} {'state':>6} {'n-gram':>8}" + "".join(f"{name:>10}" for name in PARTS))
+    for context in arguments.contexts:
+        kinds = ((False, "off"), (True, "off"), (True, "random"), (True, "repeats"))
+        cases = [Case(arguments.num_seqs, context, arguments.steps, *kind) for kind in kinds]
+        for _ in range(arguments.steps):
+            for case in cases:
+                case.step()
+        for case in cases:
+            stateful, ngram = case.name
+            medians = (statistics.median(case.times[name][2:]) for name in PARTS)
             print(
-                f"{context:>8} {'yes' if stateful else 'no':>6} {found['schedule']:>9.3f} {found['build']:>7.3f} "
-                f"{found['postprocess']:>12.3f} {found['total']:>7.3f}"
+                f"{context:>8} {'yes' if stateful else 'no':>6} {ngram:>8}" + "".join(f"{ms:>10.3f}" for ms in medians)
             )
+    for stateful in (False, True):
+        found_in = lookup_milliseconds(131_072, stateful, repeats=9)
+        print(f"hit lookup of 131,072 tokens{' and a checkpoint' if stateful else ''}: {found_in:.1f} ms")
 
 
 if __name__ == "__main__":
