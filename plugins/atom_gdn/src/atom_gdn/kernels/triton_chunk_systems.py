@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from atom_gdn.kernels.triton_parts import EPSILON, MIN_DOT, find_row, gates, padded, suits_bulk, unit_factor
+from atom_gdn.kernels.triton_parts import MIN_DOT, find_row, gates, padded, unit_factor
 
 __all__ = ["CHUNK_TOKENS", "Solved", "SystemTiles", "solve"]
 
@@ -24,14 +23,10 @@ class SystemTiles:
 
     Attributes:
         num_warps: of a program.
-        bulk: let the copy engine load queries and keys, where it can address them.
         max_registers: of a thread; `None` for no bound.
     """
 
     num_warps: int = 4
-    bulk: bool = True
-    diag: bool = False
-    unroll: int = 1
     max_registers: int | None = 168
 
 
@@ -93,11 +88,8 @@ def solve(
     """
     v_heads = a.shape[1]
     k_heads = solved.num_k_heads
-    k_width = padded(head_k, MIN_DOT)
-    bulk = tiles.bulk and k_width == head_k and suits_bulk(qkv)
     _solve_chunks[(v_heads, len(places))](
         qkv,
-        TensorDescriptor.from_tensor(qkv, [CHUNK_TOKENS, k_width]) if bulk else qkv,
         a,
         b,
         a_log,
@@ -116,14 +108,11 @@ def solve(
         K_HEADS=k_heads,
         GROUP=v_heads // k_heads,
         HEAD_K=head_k,
-        K_WIDTH=k_width,
+        K_WIDTH=padded(head_k, MIN_DOT),
         ROWS=padded(num_rows, 16),
         CHUNK=CHUNK_TOKENS,
         LEVELS=CHUNK_TOKENS.bit_length() - 1,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        BULK=bulk,
-        DIAG=tiles.diag,
-        UNROLL=tiles.unroll,
         num_warps=tiles.num_warps,
         **({} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}),
     )
@@ -132,7 +121,6 @@ def solve(
 @triton.jit(do_not_specialize=["num_rows", "first_place"])
 def _solve_chunks(
     qkv: tl.tensor,
-    qk_tiles: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
     a_log: tl.tensor,
@@ -156,9 +144,6 @@ def _solve_chunks(
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
     PRECISION: tl.constexpr,
-    BULK: tl.constexpr,
-    DIAG: tl.constexpr,
-    UNROLL: tl.constexpr,
 ) -> None:
     v_head = tl.program_id(0)
     place = first_place + tl.program_id(1)
@@ -174,15 +159,11 @@ def _solve_chunks(
     head_log = tl.load(a_log + v_head).to(tl.float32)
     head_bias = tl.load(dt_bias + v_head).to(tl.float32)
     head = v_head // GROUP
-    if BULK:
-        key = qk_tiles.load([begin, (K_HEADS + head) * HEAD_K])
-        query = qk_tiles.load([begin, head * HEAD_K])
-    else:
-        keys = tl.arange(0, K_WIDTH)
-        present = valid[:, None] & (keys < HEAD_K)[None, :]
-        q_places = qkv + first * qkv_stride + (number * qkv_stride)[:, None] + (head * HEAD_K + keys)[None, :]
-        key = tl.load(q_places + K_HEADS * HEAD_K, mask=present, other=0.0)
-        query = tl.load(q_places, mask=present, other=0.0)
+    keys = tl.arange(0, K_WIDTH)
+    present = valid[:, None] & (keys < HEAD_K)[None, :]
+    q_places = qkv + first * qkv_stride + (number * qkv_stride)[:, None] + (head * HEAD_K + keys)[None, :]
+    key = tl.load(q_places + K_HEADS * HEAD_K, mask=present, other=0.0)
+    query = tl.load(q_places, mask=present, other=0.0)
     log_decay, beta = gates(own_a, own_b, head_log, head_bias, beta_scale)
     beta = tl.where(valid, beta, 0.0)
     log_decay = tl.where(valid, log_decay, 0.0)
@@ -196,24 +177,19 @@ def _solve_chunks(
         high = tl.cumsum(tl.maximum(log_decay, LEAST_LOG_DECAY), 0)
         low = high * 0.0
 
-    # Past the row's end there may be anything, also NaN, which no factor removes.
     columns = tl.trans(key)
     gram = tl.dot(key, columns, input_precision=PRECISION)
-    if DIAG:
-        lengths = tl.sum(tl.where(number[:, None] == number[None, :], gram, 0.0), 0)
-        k_factor = tl.where(valid, tl.rsqrt(lengths + EPSILON), 0.0)
-    else:
-        k_factor = tl.where(valid, unit_factor(key.to(tl.float32), 1), 0.0)
-    causal = valid[:, None] & (number[:, None] >= number[None, :])
+    k_factor = unit_factor(key.to(tl.float32), 1)
+    causal = number[:, None] >= number[None, :]
     # Starting from what came out of a product keeps the registers' layout of products.
     between = tl.where(causal, 0.0, gram) + high[:, None]
     between = between - high[None, :]
     if PRECISION == "ieee":
         between += low[:, None] - low[None, :]
     between = tl.where(causal, tl.exp(between), 0.0)
-    q_factor = tl.where(valid, unit_factor(query.to(tl.float32), 1) * query_scale, 0.0)
+    q_factor = unit_factor(query.to(tl.float32), 1) * query_scale
     reads = tl.dot(query, columns, input_precision=PRECISION) * q_factor[:, None] * k_factor[None, :]
-    reads = tl.where(causal, reads * between, 0.0)
+    reads *= between
     spot = (place.to(tl.int64) * (K_HEADS * GROUP) + v_head) * CHUNK
     square = number[:, None] * CHUNK + number[None, :]
     tl.store(scores + spot * CHUNK + square, reads.to(scores.dtype.element_ty))
@@ -230,15 +206,13 @@ def _solve_chunks(
     tl.store(own_factors + 3 * CHUNK, tl.exp(last_high) + tl.zeros([CHUNK], tl.float32))
 
     gram *= (k_factor * -beta)[:, None] * k_factor[None, :]
-    system = tl.where(causal & (number[:, None] != number[None, :]), gram * between, 0.0)
-    inverse = _inverse(system, CHUNK, LEVELS, UNROLL, PRECISION) * beta[None, :]
+    system = tl.where(number[:, None] > number[None, :], gram * between, 0.0)
+    inverse = _inverse(system, CHUNK, LEVELS, PRECISION) * beta[None, :]
     tl.store(systems + spot * CHUNK + square, inverse.to(systems.dtype.element_ty))
 
 
 @triton.jit
-def _inverse(
-    system: tl.tensor, CHUNK: tl.constexpr, LEVELS: tl.constexpr, UNROLL: tl.constexpr, PRECISION: tl.constexpr
-) -> tl.tensor:
+def _inverse(system: tl.tensor, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
     """Inverse of I - `system`, which is strictly lower triangular, by blocks of the diagonal that double in size.
 
     With X the inverse of two neighbouring blocks and B the system's block below them, all three have X + X B X.
@@ -249,7 +223,7 @@ def _inverse(
     number = tl.arange(0, CHUNK)
     unit = (number[:, None] == number[None, :]).to(tl.float32)
     inverse = unit + tl.where((number[:, None] ^ number[None, :]) == 1, system, 0.0)
-    for level in tl.range(1, LEVELS, loop_unroll_factor=UNROLL):
+    for level in tl.static_range(1, LEVELS):
         # The highest bit in which the two numbers differ tells the blocks apart.
         block = number >> level
         below = (block[:, None] ^ block[None, :]) == 1

@@ -28,10 +28,10 @@ from atom_gdn.kernels.triton_parts import num_multiprocessors, num_places, unit_
 
 __all__ = ["ChunkTiles", "chunk_delta_rule"]
 
-_PARTS = 4
+_PARTS = 3
 """Parts of a single row: while the states pass over one, the systems of the next are solved beside it."""
-_WORTHWHILE_CHUNKS = 32
-"""Fewer chunks are not cut into parts."""
+_WORTHWHILE_CHUNKS = 192
+"""Fewer chunks are not cut into parts, which would cost more launches than they save."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class DecodeTiles:
     Attributes:
         rows: of a head's state.
         num_warps: of a program.
-        early: start the second launch beside the first one, with the states that do not depend on it.
+        early: start the second launch beside the first one, with loading the states, which do not depend on it.
     """
 
     rows: int = 64
@@ -75,7 +75,7 @@ def decode(
     num_rows = query_start_loc.shape[0] - 1
     if num_rows == 0 or max_query_len == 0:
         return
-    tiles = tiles or DecodeTiles()
+    tiles = tiles or DecodeTiles(early=_can_start_early(qkv.device))
     v_heads, head_v, head_k = recurrent_state.shape[1:]
     channels = weight.shape[0]
     k_heads = (channels - v_heads * head_v) // (2 * head_k)
@@ -113,6 +113,11 @@ def decode(
         num_warps=tiles.num_warps,
         **({"launch_pdl": True} if tiles.early else {}),
     )
+
+
+def _can_start_early(device: torch.device) -> bool:
+    """Whether a launch can begin before the one in front of it is done: on NVIDIA's devices from Hopper on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
