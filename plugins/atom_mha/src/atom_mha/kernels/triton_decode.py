@@ -78,7 +78,7 @@ def decode(
 ) -> None:
     """Rows of few query tokens attend over the paged cache; see `reference.decode`."""
     num_rows, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
-    if num_rows == 0 or query.shape[0] == 0:
+    if num_rows == 0 or max_query_len == 0:
         return
     query = unit_inner_stride(query)
     head_dim, v_head_dim = k_cache.shape[3], v_cache.shape[3]
