@@ -16,7 +16,12 @@ from atom_mla.ops import KERNELS, OPS
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here; see test_triton_gpu")
 
 CPU = torch.device("cpu")
-IN_TRITON = [kernel for kernel in KERNELS if kernel.name == "triton"]
+SLOW = ("mla.select_tokens", "mla.attend_selected")
+IN_TRITON = [
+    pytest.param(kernel, id=kernel.op, marks=[pytest.mark.slow] * (kernel.op in SLOW))
+    for kernel in KERNELS
+    if kernel.name == "triton"
+]
 TOLERANCE = {op.name: op.tolerance for op in OPS}
 DTYPES = [torch.float32, torch.float16]
 
@@ -27,7 +32,7 @@ def comparable(tensor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", IN_TRITON, ids=lambda kernel: kernel.op)
+@pytest.mark.parametrize("kernel", IN_TRITON)
 def test_kernel_equals_reference(kernel, dtype):
     absolute, relative = TOLERANCE[kernel.op][str(dtype).removeprefix("torch.")]
     (op,) = [op for op in OPS if op.name == kernel.op]

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -218,8 +219,7 @@ def _attend(
 ) -> None:
     ROWS: gl.constexpr = 64
     KEYS: gl.constexpr = 64
-    # Either four warps compute all scores and weights: that is less than it takes to exchange halves of them.
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # A warp copies eight keys, so that its lanes look up blocks together.
@@ -246,6 +246,7 @@ def _attend(
     q_rope = gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], SHARED)
     latents = gl.allocate_shared_memory(DTYPE, [2, KEYS, LATENT], SHARED)
     ropes = gl.allocate_shared_memory(DTYPE, [2, KEYS, ROPE], SHARED)
+    weights_shared = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], SHARED)
 
     query += token.to(gl.int64) * query_strides[0]
     _copy_queries(q_latent, query, query_strides, first_row, num_tokens, 0, ROWS, LATENT, HEADS, WIDE)
@@ -267,7 +268,7 @@ def _attend(
     if not SELECTED:
         last_key = gl.minimum(num_keys - num_tokens + rows // HEADS, end - 1)
     highest = gl.full([ROWS], -1.0e30, gl.float32, gl.SliceLayout(1, SCORES))
-    totals = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+    totals = gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
     no_scores = gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
     attended = warpgroup_mma_init(gl.full([ROWS, LATENT], 0.0, gl.float32, VALUES))
     number = begin * 0
@@ -277,8 +278,9 @@ def _attend(
     for tile in range(begin, stop, KEYS):
         # When these waits are over everywhere, this tile is there, and the values of the one before are done with: the
         # next one takes their place while scores are computed.
-        values = warpgroup_mma_wait(0, deps=(attended,))
         async_copy.wait_group(0)
+        values = warpgroup_mma_wait(0, deps=(attended,))
+        fence_async_shared()
         gl.thread_barrier()
         latent = latents.index(number)
         scores = warpgroup_mma(q_latent, latent.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -299,15 +301,17 @@ def _attend(
         weights = gl.exp2(products - higher[:, None])
         fade = gl.exp2(highest - higher)
         highest = higher
-        totals = totals * fade + gl.sum(weights, axis=1)
-        operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, VALUES, 2))
+        totals = totals * fade[:, None] + weights
+        weights_shared.store(weights.to(DTYPE))
+        fence_async_shared()
+        gl.thread_barrier()
         values = values * gl.convert_layout(fade, gl.SliceLayout(1, VALUES))[:, None]
-        attended = warpgroup_mma(operand, latent, values, is_async=True)
+        attended = warpgroup_mma(weights_shared, latent, values, is_async=True)
         number = 1 - number
     values = warpgroup_mma_wait(0, deps=(attended,))
     async_copy.wait_group(0)
 
-    total = gl.maximum(totals, 1e-37)
+    total = gl.maximum(gl.sum(totals, axis=1), 1e-37)
     values = values / gl.convert_layout(total, gl.SliceLayout(1, VALUES))[:, None]
     value_rows = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
     value_columns = gl.arange(0, LATENT, gl.SliceLayout(0, VALUES))

@@ -49,14 +49,14 @@ class LatentTiles:
     resident: int = 1
 
 
-def choose_tiles(dtype: torch.dtype, rows: int) -> LatentTiles:
-    """Choose by measured shapes; `rows` is the query heads times tokens of a row of the batch."""
+def choose_tiles(dtype: torch.dtype, rows: int, batch: int) -> LatentTiles:
+    """Choose by measured shapes: of query heads times tokens, of a batch of so many."""
     if dtype == torch.float32:
         return LatentTiles(rows=16, keys=32, num_warps=4, num_stages=1)
-    if rows <= 16:
+    if rows <= 16 and batch >= 16:
         return LatentTiles(rows=16, keys=32, num_warps=4, num_stages=3, resident=2)
     if rows <= 32:
-        return LatentTiles(rows=32, keys=64, num_warps=8, num_stages=3)
+        return LatentTiles(rows=padded(rows), keys=64, num_warps=8, num_stages=3)
     return LatentTiles(rows=64, keys=64, num_warps=8, num_stages=2)
 
 
@@ -118,7 +118,7 @@ def attend_all(
     num_rows = seq_lens.shape[0]
     if num_rows == 0 or query.shape[0] == 0 or max_query_len == 0:
         return output
-    tiles = tiles or choose_tiles(query.dtype, heads * max_query_len)
+    tiles = tiles or choose_tiles(query.dtype, heads * max_query_len, num_rows)
     row_tiles = triton.cdiv(heads * max_query_len, tiles.rows)
     target = max(1, num_multiprocessors(query.device) * tiles.resident // row_tiles)
     may_split = max_seq_len > LEAST_TILES * tiles.keys and target > 1
@@ -149,7 +149,7 @@ def attend_some(
     output = query.new_zeros(num_tokens, heads, value_dim)
     if num_tokens == 0 or seq_lens.shape[0] == 0:
         return output
-    tiles = tiles or choose_tiles(query.dtype, heads)
+    tiles = tiles or choose_tiles(query.dtype, heads, num_tokens)
     row_tiles = triton.cdiv(heads, tiles.rows)
     free = num_multiprocessors(query.device) * tiles.resident // (row_tiles * num_tokens)
     splits = max(1, min(free, selected.shape[1] // (LEAST_TILES * tiles.keys)))
