@@ -191,8 +191,9 @@ def test_replay_equals_eager(model_type, compiled, caplog):
     assert tokens(make_llm(model_type, eager=True, **options).generate(PROMPTS, GREEDY)) == expected
     with caplog.at_level(logging.INFO, logger="atom_core"):
         llm = make_llm(model_type, compile=compiled, **options)
-    if not llm.engine.runner._graphs or not llm.engine.runner._graphs._captured:
-        pytest.skip(f"not captured: {[record.getMessage() for record in caplog.records]}")
+    graphs = llm.engine.runner._graphs
+    assert graphs, f"not captured: {[record.getMessage() for record in caplog.records]}"
+    assert graphs._captured, f"not captured: {[record.getMessage() for record in caplog.records]}"
     for _ in range(2):
         assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
     for prompt, answer in zip(PROMPTS, expected, strict=True):

@@ -180,6 +180,7 @@ def test_a_rank_has_its_share_of_the_weights(registry):
     norms = 161 * 8192 * 2
     whole = inspect("Llama-3.1-70B", registry).weight_bytes
     buffers = whole - 70_553_706_496 * 2
+    assert buffers == 2 * 64 * 4, "64 rotary frequencies in float32, as they are and as they were before scaling"
     quarter = inspect("Llama-3.1-70B", registry, tensor_parallel_size=4).weight_bytes
     assert quarter - buffers == (70_553_706_496 * 2 - norms) // 4 + norms
 
