@@ -29,7 +29,8 @@ class AveragingLayer(AttentionLayer, nn.Module):
         batch = self.step.batch
         keys, values = self.k_proj(hidden_states)[0], self.v_proj(hidden_states)[0]
         paged = self.kv_cache.paged["keys"]
-        paged.view(-1, self.width)[batch.slot_mapping] = keys
+        kept = batch.slot_mapping >= 0
+        paged.view(-1, self.width)[batch.slot_mapping[kept]] = keys[kept]
         state = self.kv_cache.state["average"]
         output = torch.empty_like(values)
         for row in range(batch.num_seqs):
