@@ -1,7 +1,8 @@
 """Host cost of a decode step without a model: draft, schedule, build the batch, take the tokens.
 
 With n-gram drafting each sequence's text repeats itself, so that every step verifies drafts and keeps them all, which
-costs most; `random` text is looked up, and nothing is found.
+costs most; `random` text is looked up, and nothing is found. Contexts differ by up to a block, so that in every step
+some sequences fill one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Case:
     def __init__(self, num_seqs: int, context: int, num_steps: int, stateful: bool, ngram: str) -> None:
         self.name = (stateful, ngram)
         tokens_per_step = 1 + NUM_DRAFTS if ngram == "repeats" else 1
-        max_model_len = context + (num_steps + 2) * tokens_per_step + BLOCK_SIZE
+        max_model_len = context + (num_steps + 2) * tokens_per_step + 2 * BLOCK_SIZE
         blocks_per_seq = -(-max_model_len // BLOCK_SIZE)
         config = CacheConfig(
             block_size=BLOCK_SIZE,
@@ -51,16 +52,17 @@ class Case:
             num_checkpoints=num_seqs if stateful else 0,
             checkpoint_interval=2048 if stateful else None,
         )
-        limits = SchedulerLimits(num_seqs, num_seqs * context, max_model_len)
+        limits = SchedulerLimits(num_seqs, num_seqs * (context + BLOCK_SIZE), max_model_len)
         self.scheduler = Scheduler(limits, BlockManager(config))
         step_limits = StepLimits(num_seqs, limits.max_num_batched_tokens, blocks_per_seq, BLOCK_SIZE)
         states = {"state": StateLayout(1 + NUM_DRAFTS, Rewind.SLOTS)} if stateful else {}
-        self.builder = BatchBuilder(states, StepBuffers(step_limits, torch.device("cpu")))
-        self.speculator = None if ngram == "off" else NgramDrafter(NUM_DRAFTS, num_seqs, max_model_len)
+        self.builder = BatchBuilder(states, StepBuffers(step_limits, torch.device("cpu")), self.scheduler.rows)
+        self.speculator = None if ngram == "off" else NgramDrafter(NUM_DRAFTS, self.scheduler.rows)
         self.texts = [_text(index, max_model_len, ngram) for index in range(num_seqs)]
         params = SamplingParams(max_tokens=None, temperature=0)
         for index, text in enumerate(self.texts):
-            seq = Sequence(index, text[:context], params, max_num_tokens=max_model_len, has_per_req_cache=stateful)
+            prompt = text[: context + index % BLOCK_SIZE]
+            seq = Sequence(index, prompt, params, max_num_tokens=max_model_len, has_per_req_cache=stateful)
             self.scheduler.add(seq)
         self.times: dict[str, list[float]] = {name: [] for name in PARTS}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from atom_core.cache.block_pool import BlockPool
@@ -15,6 +16,8 @@ from atom_core.cache.state_pool import StatePool
 from atom_core.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from atom_core.cache.config import CacheConfig
 
 __all__ = ["BlockManager", "CachedSequence"]
@@ -194,6 +197,19 @@ class BlockManager:
         seq.block_table.extend(self._pool.take(missing_blocks))
         return True
 
+    def append_all(self, seqs: Sequence[CachedSequence], nums_tokens: Sequence[int]) -> bool:
+        """Grow the block tables of sequences that lack blocks; false, with nothing changed, if not all can."""
+        missing = [
+            self._blocks_of(num_tokens) - len(seq.block_table)
+            for seq, num_tokens in zip(seqs, nums_tokens, strict=True)
+        ]
+        if sum(missing) > self._pool.num_free:
+            return False
+        taken = iter(self._pool.take(sum(missing)))
+        for seq, count in zip(seqs, missing, strict=True):
+            seq.block_table.extend(islice(taken, count))
+        return True
+
     def publish(self, seq: CachedSequence, num_computed_tokens: int) -> None:
         """Let others share each block whose last token is among the first `num_computed_tokens`.
 
@@ -261,8 +277,8 @@ class BlockManager:
     def take_checkpoint(self, seq: CachedSequence, num_computed_tokens: int) -> int | None:
         """Reserve a checkpoint for the state after exactly `num_computed_tokens` tokens, which a slot now holds.
 
-        Publishes the blocks up to there. Copy the slot's state behind the step that made it, then call
-        `states.publish_checkpoint`.
+        Publishes the blocks up to there where one is taken. Copy the slot's state behind the step that made it, then
+        call `states.publish_checkpoint`.
 
         Returns:
             The checkpoint to copy into, or `None` if none is worth taking here, exists already, or can be had.
@@ -271,7 +287,7 @@ class BlockManager:
             return None
         track = self._running[seq.id]
         num_blocks, rest = divmod(num_computed_tokens, self.block_size)
-        if rest or not num_blocks:
+        if rest or not num_blocks or not self._policy.may_be_boundary(track, num_computed_tokens):
             return None
         self.publish(seq, num_computed_tokens)
         tail = track.tail

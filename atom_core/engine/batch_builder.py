@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from atom_core.engine.block_tables import BlockTables, TableCopy
+from atom_core.engine.block_tables import TableCopy
+from atom_core.engine.running_rows import GROUP, NUM_ACCEPTED, NUM_COMPUTED, RunningRows
 from atom_core.engine.step_arrays import StepArrays
 from atom_core.plugin import AttentionBatch, Rewind, StepBuffers
 
@@ -75,21 +76,16 @@ class BatchBuilder:
     Args:
         states: by plugin with state.
         buffers: names the limits and the device.
-        tables: block tables that roles of one model share; its own when `None`.
-
-    Attributes:
-        tables: the block tables of the running sequences.
+        rows: the running sequences.
     """
 
-    def __init__(
-        self, states: Mapping[str, StateLayout], buffers: StepBuffers, tables: BlockTables | None = None
-    ) -> None:
+    def __init__(self, states: Mapping[str, StateLayout], buffers: StepBuffers, rows: RunningRows) -> None:
         limits = buffers.limits
         self._limits = limits
         self._block_size = limits.block_size
         self._states = dict(states)
         self._device = buffers.device
-        self.tables = tables or BlockTables(limits.max_num_seqs, limits.max_blocks_per_seq)
+        self._rows = rows
         self._table_copies: dict[int, TableCopy] = {}  # by the array that is kept up to date
         self._any_step = self._make_arrays(limits.max_num_tokens)
         self._padded_steps: StepArrays | None = None
@@ -108,8 +104,8 @@ class BatchBuilder:
         """Fill the arrays for one step.
 
         Args:
-            scheduled: each sequence has its row of the block tables, and blocks for all its tokens; there may be no
-                rows if there is a shape.
+            scheduled: each sequence has its row, and blocks for all its tokens; there may be no rows if there is a
+                shape.
             shape: pad the step to it; it then has decode rows alone, each of the shape's tokens, and maxima are the
                 largest that any step of this shape has.
         """
@@ -117,12 +113,11 @@ class BatchBuilder:
         assert arrays is not None, "the arrays of padded steps were not reserved"
         arrays.begin()
         host = arrays.host
-        seqs = scheduled.seqs
-        num_seqs, num_decodes = len(seqs), scheduled.num_decodes
-        table, table_rows = self.tables.blocks, self.tables.sync(seqs)
+        num_seqs, num_decodes = len(scheduled.seqs), scheduled.num_decodes
+        tables, rows = self._rows.tables, self._rows.of(scheduled.seqs)
+        counts = self._rows.counts[rows]
         new_tokens = np.array(scheduled.num_new_tokens, dtype=np.int64)
-        computed = np.fromiter((seq.num_computed_tokens for seq in seqs), np.int64, num_seqs)
-        accepted = np.fromiter((seq.num_accepted for seq in seqs), np.int64, num_seqs)
+        computed, accepted, groups = counts[:, NUM_COMPUTED], counts[:, NUM_ACCEPTED], counts[:, GROUP]
         ahead = np.zeros(num_seqs, dtype=np.int64)
         if scheduled.ahead:
             ahead[:] = scheduled.ahead
@@ -140,21 +135,21 @@ class BatchBuilder:
         seq_lens = computed + new_tokens
         host["seq_lens"][:num_seqs] = seq_lens
         host["num_accepted"][:num_seqs] = accepted
-        groups = np.fromiter((seq.per_req_cache_group for seq in seqs), np.int64, num_seqs)
         host["state_groups"][:num_seqs] = groups
 
         positions = np.repeat(computed - starts, new_tokens)
         positions += np.arange(num_tokens)
         host["positions"][:num_tokens] = positions
-        self._fill_input_ids(scheduled, starts, computed, host["input_ids"])
+        row_of_token = np.repeat(rows, new_tokens)
+        host["input_ids"][:num_tokens] = self._rows.tokens[row_of_token, positions]
 
         block_size = self._block_size
-        token_blocks = table[np.repeat(table_rows, new_tokens), positions // block_size]
+        token_blocks = tables.blocks[row_of_token, positions // block_size]
         host["slot_mapping"][:num_tokens] = token_blocks.astype(np.int64) * block_size + positions % block_size
 
         max_seq_len = int(seq_lens.max()) if num_seqs else 0
         width = -(-max_seq_len // block_size)
-        self._table_copy(host["block_tables"]).update(self.tables, table_rows)
+        self._table_copy(host["block_tables"]).update(tables, rows)
         self._fill_state(host, groups, ahead, new_tokens, ends, num_decodes)
         if shape is not None:
             self._pad(host, shape, num_seqs, num_tokens)
@@ -195,14 +190,6 @@ class BatchBuilder:
             fields[f"state_write.{name}"] = ((num_tokens,), torch.int64)
         fields["block_tables"] = ((rows, self._limits.max_blocks_per_seq), torch.int32)
         return StepArrays(fields, self._device)
-
-    def _fill_input_ids(self, scheduled: ScheduledBatch, starts: Array, computed: Array, input_ids: Array) -> None:
-        seqs, counts = scheduled.seqs, scheduled.num_new_tokens
-        num_last = 0 if scheduled.ahead else scheduled.num_decodes  # rows whose first new token is the last known
-        input_ids[starts[:num_last]] = np.fromiter((seq.last_token_id for seq in seqs[:num_last]), np.int64, num_last)
-        for row, (start, first, count) in enumerate(zip(starts.tolist(), computed.tolist(), counts, strict=True)):
-            if row >= num_last or count > 1:
-                input_ids[start : start + count] = seqs[row].tokens_between(first, first + count)
 
     def _fill_state(
         self,

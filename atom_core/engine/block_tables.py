@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence as Rows
-
-    from atom_core.engine.sequence import Sequence
 
 __all__ = ["BlockTables", "TableCopy"]
 
@@ -34,18 +29,23 @@ class BlockTables:
         self.lengths: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(max_num_seqs, dtype=np.int64)
         self.versions: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(max_num_seqs, dtype=np.int64)
 
-    def sync(self, seqs: Rows[Sequence]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Copy blocks that are new since the last step into the sequences' rows; return the rows, [seqs] int64."""
-        rows = np.empty(len(seqs), dtype=np.int64)
-        for index, seq in enumerate(seqs):
-            rows[index] = seq.row
-            known, length = seq.num_synced_blocks, len(seq.block_table)
-            if known != length:
-                self.blocks[seq.row, known:length] = seq.block_table[known:]
-                seq.num_synced_blocks = length
-                self.lengths[seq.row] = length
-                self.versions[seq.row] += 1
-        return rows
+    def clear(self, row: int) -> None:
+        """Forget a row's blocks."""
+        self.lengths[row] = 0
+        self.versions[row] += 1
+
+    def extend(self, row: int, blocks: list[int]) -> None:
+        """Take over the blocks of a row that are not known yet.
+
+        Args:
+            row: the row.
+            blocks: all of its blocks; those that are known have not changed.
+        """
+        known, length = int(self.lengths[row]), len(blocks)
+        if known != length:
+            self.blocks[row, known:length] = blocks[known:]
+            self.lengths[row] = length
+            self.versions[row] += 1
 
 
 class TableCopy:
@@ -66,7 +66,7 @@ class TableCopy:
         """Make the first rows of the target those of the tables.
 
         Args:
-            tables: synced.
+            tables: of all rows.
             rows: which, in order.
         """
         count = len(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,14 +25,15 @@ from atom_core.models.rotary import fix_rotary_scaling
 from atom_core.plugin import GraphSupport, Rewind, Step, StepBuffers, StepLimits
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from collections.abc import Sequence as Rows
     from contextlib import AbstractContextManager
 
     from atom_core.cache.plan import CachePlan
     from atom_core.config import EngineConfig
     from atom_core.engine.batch_builder import StepShape
-    from atom_core.engine.block_tables import BlockTables
     from atom_core.engine.graphs import CaptureCost
+    from atom_core.engine.running_rows import RunningRows
     from atom_core.engine.scheduler import SchedulerLimits
     from atom_core.engine.startup import Inspection
     from atom_core.plugin.registry import PluginRegistry
@@ -72,13 +74,13 @@ class BoundModel:
         elif not config.eager:
             choose_experts(model)
 
-    def make_runner(self, plan: CachePlan, limits: SchedulerLimits, tables: BlockTables | None = None) -> ModelRunner:
+    def make_runner(self, plan: CachePlan, limits: SchedulerLimits, rows: RunningRows) -> ModelRunner:
         """Allocate caches, bind the layers to them, and prove with a first step that every layer runs.
 
         Args:
             plan: how many blocks and groups, as this role sees it.
             limits: of a step.
-            tables: block tables that roles of one model share.
+            rows: the running sequences; roles of one model share them.
         """
         inspection, config = self.inspection, self._config
         figures, device = inspection.figures, inspection.device
@@ -112,7 +114,7 @@ class BoundModel:
             self._claimed.layers,
             inspection.hooks,
             self._step,
-            BatchBuilder(states, buffers, tables),
+            BatchBuilder(states, buffers, rows),
             buffers,
             StateMover(caches, states, plan.num_groups),
             vocab_size=inspection.model_config.vocab_size,
@@ -120,32 +122,41 @@ class BoundModel:
         )
         skip = self._claimed.replaced
         with LayerProbe(self._claimed), fusion.LinearCalls(self._model, skip) as linear_calls:
-            runner.run(self.probe_batch([min(2, limits.max_num_batched_tokens)]))
+            with self.probe_batch(rows, [min(2, limits.max_num_batched_tokens)]) as batch:
+                runner.run(batch)
         if not self._prepared and not config.eager:
             fusion.fuse_linears(linear_calls.groups(), kernels)
             fusion.prepare_linears(self._model, kernels)
         self._prepared = True
         return runner
 
-    def probe_batch(self, lengths: Rows[int], params: SamplingParams | None = None) -> ScheduledBatch:
+    @contextmanager
+    def probe_batch(
+        self, rows: RunningRows, lengths: Rows[int], params: SamplingParams | None = None
+    ) -> Iterator[ScheduledBatch]:
         """Make prompts of these lengths in block 0 and group 0, for steps of which nobody reads what they leave.
 
         Args:
-            lengths: tokens of each row.
+            rows: gives each of them a row, and takes it back.
+            lengths: tokens of each.
             params: how to sample; greedily when `None`.
         """
         params = params or SamplingParams(temperature=0)
         batch = ScheduledBatch()
-        for row, length in enumerate(lengths):
-            seq = Sequence(-1 - row, [0] * length, params, max_num_tokens=length + 1)
+        for number, length in enumerate(lengths):
+            seq = Sequence(-1 - number, [0] * length, params, max_num_tokens=length + 1)
             seq.block_table = [0] * -(-length // self.inspection.block_size)
-            seq.row = row
             if self.inspection.has_state:
                 seq.per_req_cache_group = 0
+            rows.add(seq)
             batch.seqs.append(seq)
             batch.num_new_tokens.append(length)
         batch.leased = batch.seqs[:1] if self.inspection.has_state else []
-        return batch
+        try:
+            yield batch
+        finally:
+            for seq in batch.seqs:
+                rows.remove(seq)
 
     def step_shapes(self, limits: SchedulerLimits) -> list[StepShape]:
         """Shapes of decode steps to capture; none on the CPU, with `eager`, or where a plugin cannot be captured."""

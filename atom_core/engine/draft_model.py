@@ -6,7 +6,7 @@ preemption are those of the model: whatever tokens the model's caches hold after
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from atom_core.engine.scheduled_batch import CheckpointSave, Fork, ScheduledBatch
@@ -36,7 +36,7 @@ class DraftModel(Speculator):
         self.runner = runner
         self._num_spec_tokens = num_spec_tokens
 
-    def set_drafts(self, running: Iterable[TokenSequence]) -> None:
+    def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Make room for as many drafts as the next step may verify."""
         reserve_drafts(running, self._num_spec_tokens)
 
@@ -78,8 +78,8 @@ class DraftModel(Speculator):
         """Keep nothing of a sequence but what its blocks and its group hold."""
 
 
-def reserve_drafts(running: Iterable[TokenSequence], num_spec_tokens: int) -> None:
+def reserve_drafts(running: Collection[TokenSequence], num_spec_tokens: int) -> None:
     """Make room for as many drafts as the next step may verify of each sequence that decodes."""
     for seq in running:
         if not seq.is_prefilling:
-            seq.reserve_drafts(max(0, min(num_spec_tokens, seq.max_num_tokens - seq.num_tokens - 1)))
+            seq.num_draft_tokens = max(0, min(num_spec_tokens, seq.max_num_tokens - seq.num_tokens - 1))

@@ -102,7 +102,7 @@ class LLMEngine:
         )
         limits = self._limits()
         self.scheduler = Scheduler(limits, BlockManager(self.cache_config))
-        self.runner = bound.make_runner(self.plan.of_role(draft=False), limits)
+        self.runner = bound.make_runner(self.plan.of_role(draft=False), limits, self.scheduler.rows)
         if config.speculation != MTP:  # a captured step does not show its hidden states
             bound.capture_all(self.runner, limits)
         self.speculator = self._make_speculator(model, drafting, limits)
@@ -227,13 +227,13 @@ class LLMEngine:
         if config.speculation is None:
             return None
         if config.speculation == NGRAM:
-            return NgramDrafter(config.num_spec_tokens, limits.max_num_seqs, limits.max_model_len)
+            return NgramDrafter(config.num_spec_tokens, self.scheduler.rows)
         if draft is None or drafting is None:
             return make_proposer_speculator(self.inspection)
-        plan, tables = self.plan.of_role(draft=True), self.runner.tables
+        plan, rows = self.plan.of_role(draft=True), self.scheduler.rows
         if config.speculation == MTP:
             role = MtpRole(drafting, model)
-            runner = BoundModel(role, draft.config, self.registry, draft).make_runner(plan, limits, tables)
+            runner = BoundModel(role, draft.config, self.registry, draft).make_runner(plan, limits, rows)
             return MtpDrafter(
                 runner,
                 role,
@@ -243,7 +243,7 @@ class LLMEngine:
                 max_num_seqs=limits.max_num_seqs,
             )
         bound = BoundModel(drafting, draft.config, self.registry, draft)
-        runner = bound.make_runner(plan, limits, tables)
+        runner = bound.make_runner(plan, limits, rows)
         bound.capture_all(runner, limits)
         return DraftModel(runner, config.num_spec_tokens)
 

@@ -22,7 +22,6 @@ from atom_core.plugin import AttentionLayer, Step, StepBuffers
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from atom_core.engine.block_tables import BlockTables
     from atom_core.engine.sampling import Logprob
     from atom_core.engine.scheduled_batch import CheckpointSave, Fork
     from atom_core.engine.state_mover import StateMover
@@ -143,11 +142,6 @@ class ModelRunner:
         self._sampler = Sampler(vocab_size, device)
         self._graphs: StepGraphs | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    @property
-    def tables(self) -> BlockTables:
-        """The block tables of the running sequences, for other roles of the model."""
-        return self._builder.tables
 
     def run(self, scheduled: ScheduledBatch) -> StepOutput:
         """Compute one step.

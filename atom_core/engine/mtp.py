@@ -10,7 +10,7 @@ that its next token may not fit; that can cost a draft, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -117,7 +117,7 @@ class MtpDrafter(Speculator):
         self._owners: list[int | None] = [None] * max_num_seqs  # whose it is
         model.get_decoder().register_forward_hook(self._keep)  # type: ignore[operator]
 
-    def set_drafts(self, running: Iterable[TokenSequence]) -> None:
+    def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Make room for the drafts of sequences whose last position is known."""
         for seq in running:
             known = not seq.is_prefilling and self._owners[seq.row] == seq.id

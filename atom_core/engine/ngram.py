@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from atom_core.engine.running_rows import (
+    MAX_NUM_TOKENS,
+    NUM_COMPUTED,
+    NUM_DRAFTS,
+    NUM_TOKENS,
+    PREFILL_TARGET,
+    SEQUENCE_ID,
+    RunningRows,
+)
 from atom_core.engine.speculation import Speculator
 
 if TYPE_CHECKING:
@@ -32,41 +41,34 @@ class NgramDrafter(Speculator):
 
     Args:
         num_spec_tokens: most drafts of a sequence and step.
-        max_num_seqs: most running sequences.
-        max_model_len: most tokens of one.
+        rows: the running sequences.
     """
 
-    def __init__(self, num_spec_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, num_spec_tokens: int, rows: RunningRows) -> None:
         self._num_spec_tokens = num_spec_tokens
-        self._index = NgramIndex(max_num_seqs, max_model_len + num_spec_tokens)
-        self._owners: Array = np.full(max_num_seqs, -1, dtype=np.int64)
-        self._num_written: Array = np.zeros(max_num_seqs, dtype=np.int64)
+        self._rows = rows
+        self._index = NgramIndex(rows.tokens)
+        self._owners: Array = np.full(len(rows.tokens), -1, dtype=np.int64)
 
-    def set_drafts(self, running: Iterable[TokenSequence]) -> None:
+    def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Look up each sequence's last tokens in itself."""
-        seqs = [seq for seq in running if seq.num_computed_tokens >= seq.prefill_target]
-        if not seqs:
+        index, counts = self._rows.of(running), self._rows.counts
+        index = index[counts[index, NUM_COMPUTED] >= counts[index, PREFILL_TARGET]]
+        if not len(index):
             return
-        count = len(seqs)
-        rows = np.fromiter((seq.row for seq in seqs), np.int64, count)
-        lengths = np.fromiter((seq.num_tokens for seq in seqs), np.int64, count)
-        ids = np.fromiter((seq.id for seq in seqs), np.int64, count)
-        limits = np.fromiter((seq.max_num_tokens for seq in seqs), np.int64, count)
-        self._take_tokens(seqs, rows, lengths, ids)
-        starts = self._index.occurrences(rows, lengths)
-        room = np.minimum(limits - lengths - 1, self._num_spec_tokens)
-        num_drafts = np.where(starts > 0, np.maximum(room, 0), 0).tolist()
-        if not any(num_drafts):
-            for seq in seqs:
-                seq.num_draft_tokens = 0
-            return
-        self._num_written[rows] = self._num_spec_tokens
-        drafts = self._index.copy(rows, lengths, starts, self._num_spec_tokens)
-        for seq, number, tokens in zip(seqs, num_drafts, drafts, strict=True):
-            if number:
-                seq.set_drafts(tokens[:number])
-            else:
-                seq.num_draft_tokens = 0
+        now = counts[index]
+        strange = self._owners[index] != now[:, SEQUENCE_ID]
+        if strange.any():
+            self._index.clear(index[strange])
+            self._owners[index] = now[:, SEQUENCE_ID]
+        lengths = now[:, NUM_TOKENS]
+        self._index.extend(index, lengths)
+        starts = self._index.occurrences(index, lengths)
+        room = np.minimum(now[:, MAX_NUM_TOKENS] - lengths - 1, self._num_spec_tokens)
+        num_drafts = np.where(starts > 0, np.maximum(room, 0), 0)
+        counts[index, NUM_DRAFTS] = num_drafts
+        if num_drafts.any():
+            self._index.copy(index, lengths, starts, num_drafts)
 
     def draft(self, batch: ScheduledBatch) -> None:
         """Leave the drafts as they are."""
@@ -83,43 +85,24 @@ class NgramDrafter(Speculator):
     def release(self, seq: TokenSequence) -> None:
         """Leave the sequence's tokens to whoever gets its row."""
 
-    def _take_tokens(self, seqs: Sequence[TokenSequence], rows: Array, lengths: Array, ids: Array) -> None:
-        """Give the index the tokens that it does not know.
-
-        Of a sequence that it knows this is the last one: those before it are the drafts that it wrote itself.
-        """
-        index = self._index
-        num_gained = lengths - index.lengths[rows]
-        strange = np.flatnonzero((self._owners[rows] != ids) | (num_gained > 1 + self._num_written[rows]))
-        self._num_written[rows] = 0
-        for place in strange.tolist():
-            index.tokens[rows[place], : lengths[place]] = seqs[place].token_ids
-        if len(strange):
-            index.clear(rows[strange])
-            self._owners[rows] = ids
-        last = np.fromiter((seq.last_token_id for seq in seqs), np.int32, len(seqs))
-        index.tokens[rows, lengths - 1] = last
-        index.extend(rows, lengths)
-
 
 class NgramIndex:
     """The tokens of rows, and for each two and each three of them where they were last followed by another one.
 
     An entry is found by a hash of its tokens, in a table for each row where a later entry may take the place of another
     one. What a table says is believed only after a look at the tokens themselves; so rows need not be wiped, and the
-    memory, 4 bytes a token and 8 for each table, is touched only as far as rows have tokens.
+    memory, 8 bytes a token for each table, is touched only as far as rows have tokens.
 
     Args:
-        num_rows: rows.
-        max_tokens: most tokens of a row.
+        tokens: [num_rows, max_tokens] int32; the caller writes them, then calls `extend`.
 
     Attributes:
-        tokens: [num_rows, max_tokens] int32; the caller writes them, then calls `extend`.
         lengths: [num_rows], tokens of each row that are indexed.
     """
 
-    def __init__(self, num_rows: int, max_tokens: int) -> None:
-        self.tokens: Array = np.zeros((num_rows, max_tokens), dtype=np.int32)
+    def __init__(self, tokens: Array) -> None:
+        num_rows, max_tokens = tokens.shape
+        self._tokens = tokens
         self.lengths: Array = np.zeros(num_rows, dtype=np.int64)
         bits = (2 * max_tokens - 1).bit_length()
         self._shift = np.uint64(64 - bits)
@@ -162,20 +145,18 @@ class NgramIndex:
             found = np.where(right, place, found)
         return found
 
-    def copy(self, rows: Array, lengths: Array, starts: Array, count: int) -> Array:
-        """Write the tokens from `starts` on behind those of the rows; a copy that reaches its row's end repeats itself.
-
-        Returns:
-            [rows, count] int32, what was written.
-        """
-        steps = np.arange(count) % np.maximum(lengths - starts, 1)[:, None]
-        copied: Array = self.tokens[rows[:, None], starts[:, None] + steps]
-        self.tokens[rows[:, None], lengths[:, None] + np.arange(count)] = copied
-        return copied
+    def copy(self, rows: Array, lengths: Array, starts: Array, counts: Array) -> None:
+        """Write the tokens from `starts` on behind those of the rows, `counts` of each; they may repeat themselves."""
+        steps = np.arange(counts.max())
+        inside = steps < counts[:, None]
+        source = starts[:, None] + steps % np.maximum(lengths - starts, 1)[:, None]
+        target = lengths[:, None] + steps
+        of_row = np.broadcast_to(rows[:, None], inside.shape)[inside]
+        self._tokens[of_row, target[inside]] = self._tokens[of_row, source[inside]]
 
     def _tokens_before(self, rows: Array, ends: Array) -> Array:
         """[ends, 3] int32, the tokens before each end, the last one first; whatever there is where there are fewer."""
-        before: Array = self.tokens[rows[:, None], np.maximum(ends[:, None] - _BACK, 0)]
+        before: Array = self._tokens[rows[:, None], np.maximum(ends[:, None] - _BACK, 0)]
         return before
 
     def _hash(self, grams: Array, length: int) -> Array:

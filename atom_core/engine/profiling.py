@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.engine.memory import available_bytes, format_bytes, memory_limit_bytes
+from atom_core.engine.running_rows import RunningRows
 from atom_core.engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -75,13 +76,15 @@ def measure_memory(bound: BoundModel, plan: CachePlan, limits: SchedulerLimits, 
     """
     device = bound.inspection.device
     smallest = replace(plan, num_blocks=1, num_groups=min(1, plan.num_groups), num_checkpoints=0)
-    runner = bound.make_runner(smallest, limits)
+    rows = RunningRows(limits.max_num_seqs, limits.max_model_len, plan.block_size)
+    runner = bound.make_runner(smallest, limits, rows)
     _release()
     resident = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     params = SamplingParams(temperature=1.0, top_p=0.95)
     for lengths in largest_steps(limits.max_num_seqs, limits.max_num_batched_tokens, bound.inspection.max_model_len):
-        runner.run(bound.probe_batch(lengths, params))
+        with bound.probe_batch(rows, lengths, params) as batch:
+            runner.run(batch)
     peak = torch.cuda.max_memory_allocated(device) - resident
     _release()
     shapes = sorted(bound.step_shapes(limits), key=lambda shape: -shape.num_tokens)

@@ -7,9 +7,21 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
 
 from atom_core.cache.block_manager import BlockManager
+from atom_core.engine.running_rows import (
+    MAX_NUM_TOKENS,
+    NUM_ACCEPTED,
+    NUM_COMPUTED,
+    NUM_DRAFTS,
+    NUM_TOKENS,
+    PREFILL_TARGET,
+    RunningRows,
+)
 from atom_core.engine.scheduled_batch import CheckpointSave, Fork, ScheduledBatch
 from atom_core.engine.sequence import Sequence, SequenceStatus
 from atom_core.errors import EngineError, RequestError
@@ -46,6 +58,9 @@ class Scheduler:
 
     `running` and `waiting` are both in order of arrival: admission is first come, first served, and a preempted
     sequence goes back to where it was in the queue.
+
+    Attributes:
+        rows: counts, tokens and blocks of the running sequences.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -54,7 +69,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.rows = RunningRows(limits.max_num_seqs, limits.max_model_len, block_manager.block_size)
 
     @property
     def has_work(self) -> bool:
@@ -139,13 +154,19 @@ class Scheduler:
             return None
         if self.waiting and len(self.running) < self.limits.max_running:
             return None
-        seqs = [seq for seq in batch.seqs if seq.num_tokens + 1 < seq.max_num_tokens]
-        if not seqs or any(self.block_manager.keeps_state(seq, seq.num_tokens) for seq in batch.seqs):
+        index = self.rows.of(batch.seqs)
+        now = self.rows.counts[index]
+        num_tokens = now[:, NUM_TOKENS]
+        full = np.flatnonzero(num_tokens % self.block_manager.block_size == 0).tolist()
+        if any(self.block_manager.keeps_state(batch.seqs[place], int(num_tokens[place])) for place in full):
             return None
-        if not all(self.block_manager.append(seq, seq.num_tokens + 1) for seq in seqs):
+        going = np.flatnonzero(num_tokens + 1 < now[:, MAX_NUM_TOKENS])
+        seqs = [batch.seqs[place] for place in going.tolist()]
+        if not seqs:
             return None
-        for seq in seqs:
-            seq.reserve(1)
+        wanted = num_tokens[going] + 1
+        if not self._grow_all(seqs, self._lacking_blocks(index[going], wanted), wanted):
+            return None
         return ScheduledBatch(seqs, [1] * len(seqs), len(seqs), ahead=[1] * len(seqs), follows=True)
 
     def postprocess(
@@ -164,26 +185,25 @@ class Scheduler:
         Returns:
             The sequences that finished.
         """
-        finished = []
         for seq in batch.leased:
             if seq.restore_checkpoint is not None:
                 self.block_manager.restored(seq)
+        index, counts = self.rows.of(batch.seqs), self.rows.counts
+        before = counts[index]
+        num_sampled = np.fromiter(map(len, sampled), np.int64, len(index))
+        verified = before[:, NUM_DRAFTS] > 0
+        starts = before[:, NUM_COMPUTED]
+        ends = starts + np.where(verified, num_sampled, batch.num_new_tokens)
+        counts[index, NUM_DRAFTS] = 0
+        counts[index, NUM_COMPUTED] = ends
+        counts[index, NUM_ACCEPTED] = np.where(verified, num_sampled, 1)
+        finished = self._append(batch.seqs, sampled, index, num_sampled)
+        ends = np.minimum(ends, counts[index, NUM_TOKENS])
         block_size = self.block_manager.block_size
-        rows = enumerate(zip(batch.seqs, batch.num_new_tokens, sampled, strict=True))
-        for row, (seq, num_new, tokens) in rows:
-            start = seq.num_computed_tokens
-            verified = seq.num_draft_tokens > 0
-            seq.num_draft_tokens = 0
-            seq.num_computed_tokens += len(tokens) if verified else num_new
-            seq.num_accepted = len(tokens) if verified else 1
-            self._append(seq, tokens)
-            end = min(seq.num_computed_tokens, seq.num_tokens)
-            if end // block_size > start // block_size:
-                self._keep(batch, row, start, end)
-            if forked and row in forked:
-                finished += self._fork(batch, seq, forked[row])
-            if seq.status is SequenceStatus.FINISHED:
-                finished.append(seq)
+        for row in np.flatnonzero(ends // block_size > starts // block_size).tolist():
+            self._keep(batch, row, int(starts[row]), int(ends[row]))
+        for row, tokens in (forked or {}).items():
+            finished += self._fork(batch, batch.seqs[row], tokens)
         for seq in finished:
             self._release(seq)
         return finished
@@ -201,38 +221,56 @@ class Scheduler:
         seq.finish("stop", reason)
 
     def _schedule_decodes(self, batch: ScheduledBatch, budget: int) -> int:
-        decodes = [seq for seq in self.running if not seq.is_prefilling]
-        num_others = len(self.running)
-        for seq in decodes:
-            if seq.status is not SequenceStatus.RUNNING:
-                continue
-            num_others -= 1
-            seq.num_draft_tokens = max(0, min(seq.num_draft_tokens, budget - num_others - 1))
-            if not self._grow(seq, batch):
-                continue
-            num_new = seq.num_tokens + seq.num_draft_tokens - seq.num_computed_tokens
-            batch.seqs.append(seq)
-            batch.num_new_tokens.append(num_new)
-            budget -= num_new
-        batch.num_decodes = len(batch.seqs)
-        return budget
+        seqs, index, counts = list(self.running), self.rows.of(self.running), self.rows.counts
+        decode = counts[index, NUM_COMPUTED] >= counts[index, PREFILL_TARGET]
+        seqs, index = _select(seqs, index, decode)
+        num_tokens = counts[index, NUM_TOKENS]
+        spare = budget - int((num_tokens - counts[index, NUM_COMPUTED]).sum()) - (len(self.running) - len(seqs))
+        drafts = counts[index, NUM_DRAFTS]
+        if drafts.sum() > spare:
+            drafts = np.clip(spare - (np.cumsum(drafts) - drafts), 0, drafts)  # the first get theirs
+            counts[index, NUM_DRAFTS] = drafts
+        lacking = self._lacking_blocks(index, num_tokens + drafts)
+        if not self._grow_all(seqs, lacking, num_tokens + drafts):
+            for place in lacking:
+                if seqs[place].status is SequenceStatus.RUNNING:
+                    self._grow(seqs[place], batch)
+        if batch.preempted:
+            seqs, index = _select(seqs, index, np.array([seq.status is SequenceStatus.RUNNING for seq in seqs]))
+        now = counts[index]
+        batch.seqs += seqs
+        batch.num_new_tokens += (now[:, NUM_TOKENS] + now[:, NUM_DRAFTS] - now[:, NUM_COMPUTED]).tolist()
+        batch.num_decodes = len(seqs)
+        return budget - batch.num_tokens
 
-    def _grow(self, seq: Sequence, batch: ScheduledBatch) -> bool:
-        """Make room for the sequence's new tokens; drop its drafts, then preempt the latest arrivals."""
-        blocks = self.block_manager
-        if blocks.append(seq, seq.num_tokens + seq.num_draft_tokens):
-            return True
-        seq.num_draft_tokens = 0
-        while not blocks.append(seq, seq.num_tokens):
-            victim = self.running[-1]
-            self._preempt(victim, batch)
-            if victim is seq:
-                return False
+    def _lacking_blocks(self, index: np.ndarray[Any, Any], num_tokens: np.ndarray[Any, Any]) -> list[int]:
+        """Which of these rows have no blocks for so many tokens; places in `index`."""
+        has_room = self.rows.tables.lengths[index] * self.block_manager.block_size >= num_tokens
+        places: list[int] = np.flatnonzero(~has_room).tolist()
+        return places
+
+    def _grow_all(self, seqs: Rows[Sequence], places: Rows[int], num_tokens: np.ndarray[Any, Any]) -> bool:
+        """Give those of the sequences their blocks; false, with nothing changed, if there are not enough for all."""
+        lacking = [seqs[place] for place in places]
+        if not self.block_manager.append_all(lacking, num_tokens[places].tolist()):
+            return False
+        for seq in lacking:
+            self.rows.add_blocks(seq)
         return True
 
+    def _grow(self, seq: Sequence, batch: ScheduledBatch) -> None:
+        """Make room for the sequence's new tokens; drop its drafts, then preempt the latest arrivals."""
+        blocks = self.block_manager
+        if not blocks.append(seq, seq.num_tokens + seq.num_draft_tokens):
+            seq.num_draft_tokens = 0
+            while not blocks.append(seq, seq.num_tokens):
+                victim = self.running[-1]
+                self._preempt(victim, batch)
+                if victim is seq:
+                    return
+        self.rows.add_blocks(seq)
+
     def _preempt(self, seq: Sequence, batch: ScheduledBatch) -> None:
-        if seq in batch.seqs:
-            raise EngineError(f"sequence {seq.id} would be preempted in the step that computes it")
         self._release(seq)
         seq.restart()
         seq.num_preemptions += 1
@@ -241,9 +279,12 @@ class Scheduler:
         batch.preempted.append(seq)
 
     def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> None:
-        for seq in self.running:
-            if budget > 0 and seq.is_prefilling:
-                budget -= self._add_chunk(batch, seq, budget)
+        index, counts = self.rows.of(self.running), self.rows.counts
+        for place in np.flatnonzero(counts[index, NUM_COMPUTED] < counts[index, PREFILL_TARGET]).tolist():
+            if budget > 0:
+                budget -= self._add_chunk(batch, self.running[place], budget)
+        if not self.waiting:
+            return
         promised = sum(len(seq.forks) for seq in self.running)  # rows, and with them groups, kept for samples to part
         while budget > 0 and self.waiting and not batch.preempted:
             seq = self.waiting[0]
@@ -264,7 +305,7 @@ class Scheduler:
     def _start(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
         seq.prefill_target = seq.num_tokens
-        seq.row, seq.num_synced_blocks = self._free_rows.pop(), 0
+        self.rows.add(seq)
         insort(self.running, seq, key=_arrival)
 
     def _fork(self, batch: ScheduledBatch, seq: Sequence, tokens: Rows[int]) -> list[Sequence]:
@@ -312,16 +353,36 @@ class Scheduler:
                     batch.saves.append(CheckpointSave(checkpoint_id, seq.per_req_cache_group, token))
         blocks.publish(seq, end)
 
-    def _append(self, seq: Sequence, tokens: Rows[int]) -> None:
-        """Add tokens up to the one that ends the sequence."""
-        if len(tokens) > 1 and seq.num_tokens + len(tokens) < seq.max_num_tokens:
-            if seq.stop_token_ids.isdisjoint(tokens):
-                seq.append_tokens(tokens)
-                return
-        for token in tokens:
-            seq.append_token(token)
-            if self._finishes(seq, token):
-                return
+    def _append(
+        self,
+        seqs: Rows[Sequence],
+        sampled: Rows[Rows[int]],
+        index: np.ndarray[Any, Any],
+        num_sampled: np.ndarray[Any, Any],
+    ) -> list[Sequence]:
+        """Add each row's tokens, up to the one that ends its sequence.
+
+        Returns:
+            The sequences that ended.
+        """
+        counts = self.rows.counts
+        known = counts[index, NUM_TOKENS]
+        ends = known + num_sampled
+        places = np.arange(num_sampled.sum()) + np.repeat(ends - np.cumsum(num_sampled), num_sampled)
+        tokens = np.fromiter(chain.from_iterable(sampled), np.int32, len(places))
+        self.rows.tokens[np.repeat(index, num_sampled), places] = tokens
+        counts[index, NUM_TOKENS] = ends
+        may_end = ends >= counts[index, MAX_NUM_TOKENS]
+        may_end |= [not seq.stop_token_ids.isdisjoint(tokens) for seq, tokens in zip(seqs, sampled, strict=True)]
+        ended = []
+        for row in np.flatnonzero(may_end).tolist():
+            seq = seqs[row]
+            for number, token in enumerate(sampled[row], start=int(known[row]) + 1):
+                seq.num_tokens = number
+                if self._finishes(seq, token):
+                    ended.append(seq)
+                    break
+        return ended
 
     def _finishes(self, seq: Sequence, token: int) -> bool:
         if token in seq.stop_token_ids and seq.num_output_tokens > seq.params.min_tokens:
@@ -333,14 +394,22 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.block_manager.deallocate(seq)
         self.running.remove(seq)
-        self._free_rows.append(seq.row)
-        seq.row = -1
+        self.rows.remove(seq)
 
 
 def _drop_forks(seq: Sequence) -> None:
     for fork in seq.forks:
         fork.finish("abort")
     seq.forks = []
+
+
+def _select(
+    seqs: list[Sequence], index: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]
+) -> tuple[list[Sequence], np.ndarray[Any, Any]]:
+    """Keep the sequences, and their rows, where the mask is true."""
+    if mask.all():
+        return seqs, index
+    return [seqs[place] for place in np.flatnonzero(mask).tolist()], index[mask]
 
 
 def _arrival(seq: Sequence) -> int:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from atom_core.engine.running_rows import (
+    GROUP,
+    MAX_NUM_TOKENS,
+    NUM_ACCEPTED,
+    NUM_COMPUTED,
+    NUM_COUNTS,
+    NUM_DRAFTS,
+    NUM_TOKENS,
+    PREFILL_TARGET,
+    SEQUENCE_ID,
+)
+from atom_core.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as TokenIds
@@ -24,8 +38,22 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+def _count(index: int) -> Any:
+    """Make an attribute of one of the sequence's counts, wherever they are."""
+
+    def read(seq: Sequence) -> int:
+        return seq._counts[index]
+
+    def write(seq: Sequence, value: int) -> None:
+        seq._counts[index] = value
+
+    return property(read, write)
+
+
 class Sequence:
     """One stream of tokens: a prompt and what was generated from it.
+
+    While it runs, its counts and tokens lie in a row of `RunningRows`.
 
     Attributes:
         id: unique in the engine, rising with arrival.
@@ -45,9 +73,16 @@ class Sequence:
         cache_salt: only sequences with the same salt share blocks.
         use_prefix_cache: whether hits are allowed; not where logits of the whole prompt are wanted.
         forks: further samples of the same prompt, which part from this one once the prompt is computed.
-        row: its row of the step's block tables while running, -1 else; given out by the scheduler.
-        num_synced_blocks: leading blocks of `block_table` that this row already has.
+        row: its row of the `RunningRows` while it runs, -1 else.
     """
+
+    num_tokens: int = _count(NUM_TOKENS)
+    max_num_tokens: int = _count(MAX_NUM_TOKENS)
+    num_computed_tokens: int = _count(NUM_COMPUTED)
+    prefill_target: int = _count(PREFILL_TARGET)
+    num_draft_tokens: int = _count(NUM_DRAFTS)
+    num_accepted: int = _count(NUM_ACCEPTED)
+    per_req_cache_group: int = _count(GROUP)
 
     def __init__(
         self,
@@ -61,7 +96,8 @@ class Sequence:
         cache_salt: str | None = None,
         seed: int = 0,
     ) -> None:
-        self.id = sequence_id
+        self._counts: array[int] | memoryview[int] = array("q", [0] * NUM_COUNTS)
+        self._counts[SEQUENCE_ID] = self.id = sequence_id
         self.params = params
         self.seed = seed
         self.eos_token_ids = eos_token_ids
@@ -69,17 +105,12 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         self.max_num_tokens = max_num_tokens
-        self._buffer = np.zeros(self.num_prompt_tokens + 64, dtype=np.int32)
-        self._buffer[: self.num_prompt_tokens] = prompt_token_ids
-        self.last_token_id = int(self._buffer[self.num_prompt_tokens - 1])
+        self._buffer: np.ndarray[Any, np.dtype[np.int32]] = np.array(prompt_token_ids, dtype=np.int32)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.prefill_target = self.num_tokens
-        self.num_draft_tokens = 0
-        self.num_accepted = 0
         self.num_preemptions = 0
         self.block_table: list[int] = []
         self.has_per_req_cache = has_per_req_cache
@@ -89,7 +120,6 @@ class Sequence:
         self.use_prefix_cache = params.prompt_logprobs is None
         self.forks: list[Sequence] = []
         self.row = -1
-        self.num_synced_blocks = 0
         self.output_logprobs: list[dict[int, Logprob] | None] = []
         self.prompt_logprobs: list[dict[int, Logprob] | None] = []
 
@@ -116,6 +146,11 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def last_token_id(self) -> int:
+        """The last known token."""
+        return int(self._buffer[self.num_tokens - 1])
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether known tokens are still to be computed before decoding goes on."""
         return self.num_computed_tokens < self.prefill_target
@@ -124,20 +159,29 @@ class Sequence:
         """Tokens `start` to `end`, drafts behind the known ones included; a view."""
         return self._buffer[start:end]
 
+    def enter_row(self, row: int, counts: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]) -> None:
+        """Keep counts and tokens in this row from now on.
+
+        Args:
+            row: its number.
+            counts: [NUM_COUNTS] int64.
+            tokens: [max_model_len] int32.
+        """
+        if self.max_num_tokens > len(tokens):
+            raise EngineError(f"sequence {self.id} may grow to {self.max_num_tokens} tokens, a row has {len(tokens)}")
+        counts[:] = self._counts
+        tokens[: self.num_tokens] = self.token_ids
+        self.row, self._counts, self._buffer = row, counts.data, tokens
+
+    def leave_row(self) -> None:
+        """Keep counts and tokens itself again."""
+        self.row, self._counts, self._buffer = -1, array("q", self._counts), self.token_ids.copy()
+
     def append_token(self, token_id: int) -> None:
         """Add a generated token."""
         self._reserve(self.num_tokens + 1)
         self._buffer[self.num_tokens] = token_id
         self.num_tokens += 1
-        self.last_token_id = token_id
-
-    def append_tokens(self, token_ids: TokenIds[int]) -> None:
-        """Add generated tokens."""
-        end = self.num_tokens + len(token_ids)
-        self._reserve(end)
-        self._buffer[self.num_tokens : end] = token_ids
-        self.num_tokens = end
-        self.last_token_id = token_ids[-1]
 
     def set_drafts(self, token_ids: TokenIds[int]) -> None:
         """Put draft tokens behind the known ones."""
@@ -146,23 +190,13 @@ class Sequence:
         self._buffer[self.num_tokens : end] = token_ids
         self.num_draft_tokens = len(token_ids)
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room behind the known tokens for more that are not known yet."""
-        self._reserve(self.num_tokens + num_tokens)
-
-    def reserve_drafts(self, num_tokens: int) -> None:
-        """Make room for drafts that `set_draft` fills in."""
-        self._reserve(self.num_tokens + num_tokens)
-        self.num_draft_tokens = num_tokens
-
     def set_draft(self, index: int, token_id: int) -> None:
-        """Fill in one of the reserved drafts."""
+        """Fill in one of the `num_draft_tokens` drafts."""
         self._buffer[self.num_tokens + index] = token_id
 
     def truncate(self, num_tokens: int) -> None:
         """Drop generated tokens behind the first `num_tokens`, because the sequence ended there."""
         self.num_tokens = num_tokens
-        self.last_token_id = int(self._buffer[num_tokens - 1])
         del self.output_logprobs[self.num_output_tokens :]
 
     def restart(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from atom_core.config import DRAFT_MODEL, MTP, NGRAM
@@ -31,7 +31,7 @@ class Speculator(ABC):
     """
 
     @abstractmethod
-    def set_drafts(self, running: Iterable[TokenSequence]) -> None:
+    def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Give each decoding sequence its drafts for the next step, or room for them.
 
         A step gives one token more than the drafts it accepts, so the last token of a sequence needs no draft.
@@ -74,7 +74,7 @@ class ProposerSpeculator(Speculator):
         self._num_spec_tokens = num_spec_tokens
         self._vocab_size = vocab_size
 
-    def set_drafts(self, running: Iterable[TokenSequence]) -> None:
+    def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Ask for the drafts.
 
         Raises:

@@ -100,7 +100,7 @@ class World:
         self.tensors = CacheTensors({"keys.hash": self.keys}, states, {})
         self.mover = StateMover(self.tensors, self.layouts, config.num_groups)
         limits_of_step = StepLimits(rows, config.max_tokens, -(-MAX_LEN // config.block_size), config.block_size)
-        self.builder = BatchBuilder(self.layouts, StepBuffers(limits_of_step, torch.device("cpu")))
+        self.builder = BatchBuilder(self.layouts, StepBuffers(limits_of_step, torch.device("cpu")), self.scheduler.rows)
         self.flat_keys = self.keys.view(-1).numpy()
         self.states = {name: states[f"{name}.hash"][0].numpy() for name in self.layouts}
         self.numbers = itertools.count()

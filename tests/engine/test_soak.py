@@ -57,7 +57,7 @@ def test_twenty_thousand_short_requests_leak_nothing():
     assert blocks.num_used_blocks == 0
     assert blocks.num_free_blocks == 200
     assert sorted(blocks.free_per_req_cache_groups) == list(range(24))
-    assert sorted(scheduler._free_rows) == list(range(24))
+    assert scheduler.rows.num_free == 24
     assert not blocks._waiting
     assert not blocks._running
 

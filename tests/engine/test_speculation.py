@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom_core import LLM, SamplingParams, hookimpl
 from atom_core.engine.ngram import NgramDrafter, NgramIndex
+from atom_core.engine.running_rows import RunningRows
 from atom_core.engine.sequence import Sequence
 from atom_core.errors import ConfigError, PluginError
 from atom_core.plugin import Rewind
@@ -212,13 +213,17 @@ def test_a_proposer_outside_the_vocabulary_is_named(make_llm, greedy):
 
 
 def test_ngram_copies_what_followed_the_last_time():
-    drafter = NgramDrafter(4, max_num_seqs=2, max_model_len=64)
+    rows = RunningRows(2, 64, 4)
+    drafter = NgramDrafter(4, rows)
 
     def ask(*tokens, number=0, max_num_tokens=64):
         seq = Sequence(number, tokens, SamplingParams(), max_num_tokens=max_num_tokens)
-        seq.row, seq.num_computed_tokens, seq.prefill_target = number % 2, len(tokens) - 1, len(tokens) - 1
+        seq.num_computed_tokens = seq.prefill_target = len(tokens) - 1
+        rows.add(seq)
         drafter.set_drafts([seq])
-        return seq.tokens_between(seq.num_tokens, seq.num_tokens + seq.num_draft_tokens).tolist()
+        drafts = seq.tokens_between(seq.num_tokens, seq.num_tokens + seq.num_draft_tokens).tolist()
+        rows.remove(seq)
+        return drafts
 
     assert ask(1, 2, 3, 4, 5, 1, 2, 3) == [4, 5, 1, 2]
     assert ask(1, 2, 3, 4, 5, 1, 2, 3, 9) == []
@@ -234,13 +239,14 @@ def test_ngram_copies_what_followed_the_last_time():
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=3), st.integers(1, 6))
 def test_the_index_finds_the_latest_occurrence(rows, step):
     """Against a search of every place; a later n-gram may hide one from the table, but never make one up."""
-    index = NgramIndex(len(rows), 41)
+    tokens = np.zeros((len(rows), 41), dtype=np.int32)
+    index = NgramIndex(tokens)
     numbers = np.arange(len(rows))
     found = expected = 0
     for end in range(1, 41, step):
         lengths = np.array([min(end, len(row)) for row in rows])
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            index.tokens[number, :length] = row[:length]
+            tokens[number, :length] = row[:length]
         index.extend(numbers, lengths)
         for row, length, start in zip(rows, lengths, index.occurrences(numbers, lengths), strict=True):
             places = {

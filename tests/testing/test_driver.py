@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from atom_core.engine.batch_builder import BatchBuilder, StateLayout
+from atom_core.engine.running_rows import RunningRows
 from atom_core.engine.sampling import SamplingParams
 from atom_core.engine.scheduled_batch import ScheduledBatch
 from atom_core.engine.sequence import Sequence
@@ -30,17 +31,18 @@ def test_a_batch_is_what_the_engine_builds():
         (0, 6, 0, [1, 2], 3),
         (4, 3, 1, [8, 4], 1),
     ]
-    seqs, requests = [], []
+    seqs, requests, running = [], [], RunningRows(8, 40, 4)
     for number, (computed, count, accepted, blocks, group) in enumerate(rows):
         seq = Sequence(number, TOKENS[: computed + count], SamplingParams(), max_num_tokens=40)
         seq.num_computed_tokens, seq.num_accepted, seq.block_table = computed, accepted, blocks
-        seq.per_req_cache_group, seq.row = group, number
+        seq.per_req_cache_group = group
+        running.add(seq)
         seqs.append(seq)
         request = Request(TOKENS, blocks, group, computed, accepted)
         requests.append(Row(request, count, decode=number < 2))
     limits = StepLimits(8, 32, 10, 4)
     layouts = {name: StateLayout(*state) for name, state in STATES.items()}
-    builder = BatchBuilder(layouts, StepBuffers(limits, torch.device("cpu")))
+    builder = BatchBuilder(layouts, StepBuffers(limits, torch.device("cpu")), running)
     expected = builder.build(ScheduledBatch(seqs, [row[1] for row in rows], 2)).batch
     found = build_batch(requests, {name: StateShape(*state) for name, state in STATES.items()}, 4)
     for name, value in vars(expected).items():
