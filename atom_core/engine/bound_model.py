@@ -20,7 +20,7 @@ from atom_core.engine.state_mover import StateMover
 from atom_core.models import cpu_linear, fusion
 from atom_core.models.binding import LayerProbe, bind_layers, claim_layers, decoder_layers
 from atom_core.models.compiled import CompiledBlocks
-from atom_core.models.experts import choose_experts
+from atom_core.models.experts import choose_experts, prepare_experts
 from atom_core.models.rotary import fix_rotary_scaling
 from atom_core.plugin import GraphSupport, Rewind, Step, StepBuffers, StepLimits
 
@@ -120,13 +120,13 @@ class BoundModel:
             vocab_size=inspection.model_config.vocab_size,
             device=device,
         )
-        skip = self._claimed.replaced
-        with LayerProbe(self._claimed), fusion.LinearCalls(self._model, skip) as linear_calls:
+        with LayerProbe(self._claimed), fusion.LinearCalls(self._model) as linear_calls:
             with self.probe_batch(rows, [min(2, limits.max_num_batched_tokens)]) as batch:
                 runner.run(batch)
         if not self._prepared and not config.eager:
             fusion.fuse_linears(linear_calls.groups(), kernels)
             fusion.prepare_linears(self._model, kernels)
+            prepare_experts(self._model, kernels)
         self._prepared = True
         return runner
 

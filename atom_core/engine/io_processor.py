@@ -15,7 +15,7 @@ from atom_core.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from atom_core.engine.sampling import SamplingParams
+    from atom_core.engine.sampling import Logprob, SamplingParams
 
 __all__ = ["InputOutputProcessor", "Request", "StopFound"]
 
@@ -137,8 +137,8 @@ class InputOutputProcessor:
         request.seqs[0].forks = request.seqs[1:]
         return request
 
-    def take_tokens(self, request: Request, index: int, token_ids: list[int]) -> StopFound | None:
-        """Turn new tokens of one sample into text.
+    def take_tokens(self, request: Request, index: int, num_known: int) -> StopFound | None:
+        """Turn a sample's tokens behind the first `num_known` into text.
 
         Returns:
             The stop string that the text reached, if any.
@@ -147,6 +147,7 @@ class InputOutputProcessor:
         if detokenizer is None:
             return None
         seq = request.seqs[index]
+        token_ids = seq.token_ids[num_known:].tolist()
         stopped_by_token = seq.finish_reason == "stop" and not request.params.include_stop_str_in_output
         detokenizer.append(token_ids[:-1] if stopped_by_token else token_ids)
         if detokenizer.finished_by is None:
@@ -156,10 +157,14 @@ class InputOutputProcessor:
     def output(self, request: Request) -> RequestOutput:
         """The request's result so far."""
         completions = []
+        request.metrics.num_preemptions = sum(seq.num_preemptions for seq in request.seqs)
         for index, seq in enumerate(request.seqs):
             detokenizer = request.detokenizers[index]
             if detokenizer is not None and seq.status is SequenceStatus.FINISHED:
                 detokenizer.flush()
+            logprobs = None
+            if request.params.logprobs is not None:
+                logprobs = [found for found in seq.output_logprobs if found]
             completions.append(
                 CompletionOutput(
                     index=index,
@@ -167,9 +172,8 @@ class InputOutputProcessor:
                     token_ids=seq.output_token_ids,
                     finish_reason=seq.finish_reason,
                     stop_reason=seq.stop_reason,
-                    logprobs=[found for found in seq.output_logprobs if found]
-                    if request.params.logprobs is not None
-                    else None,
+                    logprobs=logprobs,
+                    cumulative_logprob=None if logprobs is None else _sum_of_chosen(logprobs),
                 )
             )
         return RequestOutput(
@@ -201,3 +205,8 @@ class InputOutputProcessor:
         if wrong is not None:
             raise RequestError(f"token id {wrong} is outside the vocabulary of {self._vocab_size}")
         return token_ids
+
+
+def _sum_of_chosen(logprobs: TokenIds[dict[int, Logprob]]) -> float:
+    """Add up the logprobs of the chosen tokens, the first of each."""
+    return sum(next(iter(found.values())).logprob for found in logprobs)

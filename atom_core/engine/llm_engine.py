@@ -293,14 +293,7 @@ class LLMEngine:
             seqs: the sequences of its rows, and those that part from them.
             known: how many tokens each of them had before.
         """
-        for row, (seq, prompt_logprobs) in enumerate(zip(batch.seqs, result.prompt_logprobs, strict=True)):
-            if prompt_logprobs:
-                del seq.prompt_logprobs[seq.num_computed_tokens :]
-                seq.prompt_logprobs.extend(prompt_logprobs)
-            if seq.params.logprobs is not None:
-                seq.output_logprobs.extend(result.logprobs[row])
-                for fork, logprobs in zip(seq.forks, result.forked_logprobs.get(row, ()), strict=False):
-                    fork.output_logprobs.append(logprobs)
+        _take_logprobs(batch, result)
         self.scheduler.postprocess(batch, result.token_ids, result.forked)
         for role in (self.runner, self.speculator):
             if role is not None:
@@ -308,7 +301,8 @@ class LLMEngine:
                 role.copy_forks(batch.forks)
         self.scheduler.states_saved(batch)
         for seq in seqs:
-            del seq.output_logprobs[seq.num_output_tokens :]
+            if seq.output_logprobs:
+                del seq.output_logprobs[seq.num_output_tokens :]
         now = time.monotonic()
         ended: dict[str, Request] = {}
         for seq, before in zip(seqs, known, strict=True):
@@ -327,8 +321,7 @@ class LLMEngine:
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
             request.metrics.num_cached_tokens = seq.num_cached_tokens
-        request.metrics.num_preemptions = seq.num_preemptions
-        stop = self.io.take_tokens(request, index, seq.token_ids[before:].tolist())
+        stop = self.io.take_tokens(request, index, before)
         if stop is not None and (seq.finish_reason != "stop" or stop.num_tokens < seq.num_output_tokens):
             seq.truncate(seq.num_prompt_tokens + stop.num_tokens)
             self.scheduler.stop(seq, stop.text)
@@ -339,6 +332,19 @@ class LLMEngine:
             self._owners.pop(seq.id, None)
             if self.speculator is not None:
                 self.speculator.release(seq)
+
+
+def _take_logprobs(batch: ScheduledBatch, result: StepOutput) -> None:
+    """Give a step's logprobs to the sequences that asked, before they know its tokens."""
+    for seq, prompt_logprobs in zip(batch.seqs, result.prompt_logprobs, strict=True):
+        if prompt_logprobs:
+            del seq.prompt_logprobs[seq.num_computed_tokens :]
+            seq.prompt_logprobs.extend(prompt_logprobs)
+    for row, seq in enumerate(batch.seqs):
+        if seq.params.logprobs is not None:
+            seq.output_logprobs.extend(result.logprobs[row])
+            for fork, logprobs in zip(seq.forks, result.forked_logprobs.get(row, ()), strict=False):
+                fork.output_logprobs.append(logprobs)
 
 
 def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

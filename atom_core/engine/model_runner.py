@@ -73,7 +73,7 @@ class _Chosen:
 
     Attributes:
         logits: [sampled, vocab_size] that they were chosen from.
-        rows: what each choice depended on.
+        rows: what each choice depended on; none where all are the largest logits.
         token_ids: [sampled] int64, on the device.
         copy: the same on the host, once `ready`.
         ready: `None` where the host waits for every step anyway.
@@ -179,10 +179,11 @@ class ModelRunner:
         num_rows = len(scheduled.seqs)
         output = StepOutput([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
         if launched.chosen is not None:
-            token_ids = launched.chosen.on_host()
-            logprobs = self._sampler.logprobs(launched.chosen.logits, launched.chosen.token_ids, launched.chosen.rows)
-            for row, token_id, answer in zip(wanted.sampled_rows, token_ids, logprobs, strict=True):
+            chosen, token_ids = launched.chosen, launched.chosen.on_host()
+            logprobs = self._sampler.logprobs(chosen.logits, chosen.token_ids, chosen.rows) if chosen.rows else None
+            for row, token_id in zip(wanted.sampled_rows, token_ids, strict=True):
                 output.token_ids[row].append(token_id)
+            for row, answer in zip(wanted.sampled_rows, logprobs or [None] * len(token_ids), strict=True):
                 output.logprobs[row].append(answer)
             _drop_after_mismatch(scheduled, output)
             _part_forks(scheduled, output)
@@ -267,11 +268,14 @@ class ModelRunner:
             return LaunchedStep(scheduled, wanted, logits, None)
         at = wanted.sampled_at
         chosen = logits if len(at) == len(logits) else logits[torch.tensor(at, device=self._device)]
-        rows = sampling_rows(scheduled, wanted.sampled_rows)
-        token_ids = self._sampler.choose(chosen, rows)
+        if all(seq.params.takes_largest for seq in scheduled.seqs):
+            rows, token_ids = [], self._sampler.largest(chosen)
+        else:
+            rows = sampling_rows(scheduled, wanted.sampled_rows)
+            token_ids = self._sampler.choose(chosen, rows)
         if self._device.type != "cuda":
             return LaunchedStep(scheduled, wanted, logits, _Chosen(chosen, rows, token_ids, token_ids, None))
-        copy = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
+        copy = torch.empty(len(token_ids), dtype=torch.int64, pin_memory=True)
         copy.copy_(token_ids, non_blocking=True)
         ready: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
@@ -337,16 +341,12 @@ def sampling_rows(scheduled: ScheduledBatch, sampled_rows: Rows[int]) -> list[Sa
         seq, num_drafts = scheduled.seqs[row], num_before
         if row >= scheduled.num_decodes:  # a row that computed the prompt of several samples
             seq, num_drafts = (seq, *seq.forks)[num_before], 0
-        rows.append(
-            SamplingRow(
-                params=seq.params,
-                seed=seq.seed,
-                prompt_token_ids=seq.tokens_between(0, seq.num_prompt_tokens),
-                output_token_ids=seq.tokens_between(seq.num_prompt_tokens, seq.num_tokens + num_drafts),
-                position=seq.num_output_tokens + num_drafts,
-                eos_token_ids=seq.eos_token_ids,
-            )
-        )
+        num_prompt, end = seq.num_prompt_tokens, seq.num_tokens + num_drafts
+        prompt: np.ndarray[Any, Any] | tuple[()] = ()
+        output: np.ndarray[Any, Any] | tuple[()] = ()
+        if seq.params.penalizes:
+            prompt, output = seq.tokens_between(0, num_prompt), seq.tokens_between(num_prompt, end)
+        rows.append(SamplingRow(seq.params, seq.seed, prompt, output, end - num_prompt, seq.eos_token_ids))
     return rows
 
 
@@ -362,13 +362,13 @@ def _drop_after_mismatch(scheduled: ScheduledBatch, output: StepOutput) -> None:
     """Keep of each verified row the accepted drafts and the token after them."""
     if scheduled.ahead:
         return
-    for row in range(scheduled.num_decodes):
-        seq = scheduled.seqs[row]
-        if not seq.num_draft_tokens:
+    for row, num_new in enumerate(scheduled.num_new_tokens[: scheduled.num_decodes]):
+        if num_new == 1:
             continue
-        drafts = seq.tokens_between(seq.num_tokens, seq.num_tokens + seq.num_draft_tokens).tolist()
-        tokens = output.token_ids[row]
-        num_kept = 1
-        while num_kept <= len(drafts) and tokens[num_kept - 1] == drafts[num_kept - 1]:
-            num_kept += 1
+        seq, tokens = scheduled.seqs[row], output.token_ids[row]
+        known = seq.num_tokens
+        drafts = seq.tokens_between(known, known + num_new - 1).tolist()
+        if tokens[:-1] == drafts:
+            continue
+        num_kept = 1 + next(place for place, draft in enumerate(drafts) if tokens[place] != draft)
         del tokens[num_kept:], output.logprobs[row][num_kept:]

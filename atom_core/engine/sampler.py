@@ -27,8 +27,8 @@ class SamplingRow:
     Attributes:
         params: the request's.
         seed: of this sample's draws, 0 to 2**64 - 1; samples of one request need different ones.
-        prompt_token_ids: the prompt.
-        output_token_ids: all tokens before the one to choose, for a verify row with its drafts.
+        prompt_token_ids: the prompt; may be left out where nothing is penalized.
+        output_token_ids: all tokens before the one to choose, for a verify row with its drafts; as the prompt.
         position: how many those are; a draw depends on seed and position alone.
         eos_token_ids: the model's, which `min_tokens` bars.
     """
@@ -93,6 +93,17 @@ class Sampler:
         edited = edit_logits(logits, rows)
         result = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         return self._by_kind(edited, rows, self._choose, result)
+
+    def largest(self, logits: Tensor) -> Tensor:
+        """Choose the largest logit of each row: what `choose` does where all params say `takes_largest`.
+
+        Args:
+            logits: [rows, vocab_size], any floating dtype.
+
+        Returns:
+            [rows] int64, on the logits' device.
+        """
+        return _argmax(logits)
 
     def logprobs(
         self, logits: Tensor, token_ids: Tensor, rows: Sequence[SamplingRow]

@@ -107,6 +107,11 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
+    def takes_largest(self) -> bool:
+        """Whether each token is that of the largest logit, and nothing else is wanted."""
+        return self.greedy and not self.penalizes and self.min_tokens == 0 and self.logprobs is None
+
+    @cached_property
     def kind(self) -> SamplingKind:
         """What choosing a token needs.
 

@@ -112,6 +112,8 @@ def test_logprobs_are_those_of_the_whole_sequence(make_llm):
             expected = float(logprobs[len(prompt) - 1 + index, token])
             assert found[token].logprob == pytest.approx(expected, abs=1e-4)
             assert len(found) == 2
+        of_output = logprobs[range(len(prompt) - 1, len(tokens) - 1), list(completion.token_ids)]
+        assert completion.cumulative_logprob == pytest.approx(float(of_output.sum()), abs=1e-3)
 
 
 def test_prompt_logprobs_survive_preemption(make_llm):
