@@ -29,7 +29,7 @@ __all__ = ["CaptureCost", "StepGraphs", "ladder", "least_support", "step_shapes"
 _log = logging.getLogger("atom_core")
 _ORDER = (GraphSupport.NEVER, GraphSupport.DECODE, GraphSupport.UNIFORM)
 
-Forward = Callable[[StepInputs, Mapping[str, Any]], "Tensor"]
+Forward = Callable[[StepInputs, Mapping[str, Any]], tuple["Tensor", "Tensor | None"]]
 Prepare = Callable[[StepShape], tuple[StepInputs, Mapping[str, Any]]]
 
 
@@ -92,12 +92,14 @@ class _Captured:
     Attributes:
         graph: replays the step.
         logits: [num_tokens, vocab_size], where a replay leaves them.
+        hidden: [num_tokens, hidden_size], where a replay leaves the last hidden states, if anybody wants them.
         inputs: views of the arrays that it reads.
         metadata: what the layers were captured with.
     """
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor
+    hidden: Tensor | None
     inputs: StepInputs
     metadata: Mapping[str, Any]
 
@@ -107,7 +109,7 @@ class StepGraphs:
 
     Args:
         shapes: the ladder, from `step_shapes`.
-        forward: from inputs and metadata to logits [num_tokens, vocab_size].
+        forward: from inputs and metadata to logits [num_tokens, vocab_size], and last hidden states if wanted.
     """
 
     def __init__(self, shapes: Iterable[StepShape], forward: Forward) -> None:
@@ -135,17 +137,17 @@ class StepGraphs:
             return None
         return next(shape for shape in rungs if shape.num_seqs >= num_seqs)
 
-    def run(self, shape: StepShape, inputs: StepInputs, metadata: Mapping[str, Any]) -> Tensor:
+    def run(self, shape: StepShape, inputs: StepInputs, metadata: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Compute a padded step, by replay where its shape is captured.
 
         Returns:
-            [num_tokens, vocab_size] logits, those of padding included; valid until the next step.
+            [num_tokens, vocab_size] logits, and what else `forward` gives; padding included, valid until the next step.
         """
         captured = self._captured.get(shape)
         if captured is None:
             return self._forward(inputs, metadata)
         captured.graph.replay()
-        return captured.logits
+        return captured.logits, captured.hidden
 
     def capture(self, prepare: Prepare, device: torch.device) -> CaptureCost:
         """Capture every shape, the largest first, so that all share its memory.
@@ -183,5 +185,5 @@ class StepGraphs:
         inputs, metadata = prepare(shape)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._forward(inputs, metadata)
-        return _Captured(graph, logits, inputs, metadata)
+            logits, hidden = self._forward(inputs, metadata)
+        return _Captured(graph, logits, hidden, inputs, metadata)

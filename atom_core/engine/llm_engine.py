@@ -103,8 +103,9 @@ class LLMEngine:
         limits = self._limits()
         self.scheduler = Scheduler(limits, BlockManager(self.cache_config))
         self.runner = bound.make_runner(self.plan.of_role(draft=False), limits, self.scheduler.rows)
-        if config.speculation != MTP:  # a captured step does not show its hidden states
-            bound.capture_all(self.runner, limits)
+        if config.speculation == MTP:
+            self.runner.keep_hidden()
+        bound.capture_all(self.runner, limits)
         self.speculator = self._make_speculator(model, drafting, limits)
         overlaps = inspection.device.type == "cuda" and not config.eager and self.speculator is None
         self._pipeline = StepPipeline(self.runner, self.scheduler, overlaps=overlaps)
@@ -237,7 +238,7 @@ class LLMEngine:
             return MtpDrafter(
                 runner,
                 role,
-                model,
+                self.runner,
                 num_spec_tokens=config.num_spec_tokens,
                 sampler=Sampler(draft.model_config.vocab_size, draft.device),
                 max_num_seqs=limits.max_num_seqs,

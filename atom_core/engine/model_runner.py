@@ -116,6 +116,8 @@ class ModelRunner:
     Attributes:
         step: what the layers hold a reference to.
         states: what fills and copies the slots of per-request state.
+        hidden: [tokens, hidden_size], the last step's last hidden states, its first tokens first; `None` unless
+            `keep_hidden` was called.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class ModelRunner:
         self._device = device
         self._sampler = Sampler(vocab_size, device)
         self._graphs: StepGraphs | None = None
+        self.hidden: Tensor | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def run(self, scheduled: ScheduledBatch) -> StepOutput:
@@ -167,7 +170,8 @@ class ModelRunner:
             self._take_tokens(inputs, scheduled, follows)
         wanted = _wanted_logits(scheduled, inputs.batch.query_start_loc_host)
         if self._graphs is not None and shape is not None:
-            logits = self._graphs.run(shape, inputs, metadata)[: len(wanted.indices)]
+            logits, self.hidden = self._graphs.run(shape, inputs, metadata)
+            logits = logits[: len(wanted.indices)]
         else:
             logits = self._forward(inputs, metadata, wanted.indices)
         return self._choose(scheduled, wanted, logits)
@@ -196,6 +200,14 @@ class ModelRunner:
             )
         return output
 
+    def keep_hidden(self) -> None:
+        """Keep each step's last hidden states from now on; call it before steps are captured."""
+
+        def keep(_: nn.Module, __: object, output: Any) -> None:
+            self.hidden = output.last_hidden_state[0]
+
+        self._model.get_decoder().register_forward_hook(keep)  # type: ignore[operator]
+
     @torch.inference_mode()
     def use_graphs(
         self, shapes: Rows[StepShape], *, capture: bool = True, inside: AbstractContextManager[Any] | None = None
@@ -214,7 +226,7 @@ class ModelRunner:
         if not shapes:
             return CaptureCost()
         self._builder.reserve(shapes)
-        self._graphs = StepGraphs(shapes, self._forward)
+        self._graphs = StepGraphs(shapes, lambda *arguments: (self._forward(*arguments), self.hidden))
         if not capture:
             return CaptureCost()
         with inside or nullcontext():

@@ -92,7 +92,7 @@ class MtpDrafter(Speculator):
     Args:
         runner: of the role.
         role: the layer.
-        model: the model; its last hidden states are read as it runs.
+        target: the model's runner, which keeps its last hidden states.
         num_spec_tokens: most drafts of a sequence and step.
         sampler: chooses drafts as it would the model's tokens.
         max_num_seqs: rows of the block tables.
@@ -102,7 +102,7 @@ class MtpDrafter(Speculator):
         self,
         runner: ModelRunner,
         role: MtpRole,
-        model: nn.Module,
+        target: ModelRunner,
         *,
         num_spec_tokens: int,
         sampler: Sampler,
@@ -112,10 +112,9 @@ class MtpDrafter(Speculator):
         self._role = role
         self._num_spec_tokens = num_spec_tokens
         self._sampler = sampler
-        self._of_step = torch.empty(0)
+        self._target = target
         self._last: Tensor | None = None  # by row of the block tables, the layer's hidden state of the last position
         self._owners: list[int | None] = [None] * max_num_seqs  # whose it is
-        model.get_decoder().register_forward_hook(self._keep)  # type: ignore[operator]
 
     def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Make room for the drafts of sequences whose last position is known."""
@@ -164,9 +163,11 @@ class MtpDrafter(Speculator):
             tokens += [np.asarray(known, dtype=np.int64), chosen]
             places.append(np.arange(start, start + kept))
             start += count
-        device = self._of_step.device
+        of_step = self._target.hidden
+        assert of_step is not None, "the model's runner keeps no hidden states"
+        device = of_step.device
         kept_places = torch.from_numpy(np.concatenate(places)).to(device)
-        self._role.feed(torch.from_numpy(np.concatenate(tokens)).to(device), self._of_step[kept_places])
+        self._role.feed(torch.from_numpy(np.concatenate(tokens)).to(device), of_step[kept_places])
         self.runner.run(own)
         self._remember(own, result)
 
@@ -180,9 +181,6 @@ class MtpDrafter(Speculator):
 
     def release(self, seq: TokenSequence) -> None:
         """Keep nothing of a sequence but what its blocks and its group hold."""
-
-    def _keep(self, _: nn.Module, __: object, output: Any) -> None:
-        self._of_step = output.last_hidden_state[0]
 
     def _remember(self, own: ScheduledBatch, result: StepOutput) -> None:
         hidden = self._role.hidden

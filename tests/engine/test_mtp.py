@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from atom_core import LLM, SamplingParams
+from atom_core.engine.batch_builder import StepShape
 from atom_core.errors import ConfigError, ModelError
 from atom_core.models.mtp import load_mtp
 from tests.tiny_models import reference_generate, tiny_config, tiny_model
@@ -164,3 +165,15 @@ def test_a_checkpoint_without_the_layers_is_refused(tmp_path):
 def test_a_model_without_such_layers_is_refused():
     with pytest.raises(ConfigError, match="llama names no multi-token-prediction layers"):
         make_llm(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
+def test_padded_steps_show_their_hidden_states(model_type):
+    model, mtp = reference_of(model_type)
+    llm = make_llm(config_of(model_type), random_weights=0, enable_prefix_caching=False)
+    shapes = [StepShape(rows, length) for rows in (3, 8) for length in (1, 1 + NUM_DRAFTS)]
+    llm.engine.runner.use_graphs(shapes, capture=False)
+    outputs, drafted = recorded_drafts(llm, PROMPTS, GREEDY)
+    assert tokens(outputs) == reference_generate(model, PROMPTS, NUM_TOKENS)
+    for known, drafts in drafted:
+        assert drafts == reference_drafts(model, mtp, known, len(drafts))

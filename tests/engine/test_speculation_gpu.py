@@ -54,6 +54,8 @@ def test_drafts_of_which_some_are_wrong(model_type, eager):
 def test_prediction_layers(model_type):
     expected = reference_generate(reference_of(model_type)[0], PROMPTS, NUM_TOKENS)
     llm = make_llm(config_of(model_type), random_weights=0, speculation="mtp")
+    assert llm.engine.runner._graphs
+    assert llm.engine.runner._graphs._captured
     for _ in range(2):
         assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
     assert llm.stats()["num_draft_tokens"] > 0
