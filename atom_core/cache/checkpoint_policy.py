@@ -45,12 +45,15 @@ class CheckpointPolicy:
 
     def may_be_boundary(self, track: Track, num_tokens: int) -> bool:
         """Whether the state after `num_tokens` tokens may be worth a checkpoint, as far as their number says."""
-        return bool(self._refused) or self._is_boundary_by_number(track, num_tokens)
+        return (
+            num_tokens == track.prompt_boundary_tokens or bool(self._refused) or self.is_regular_boundary(num_tokens)
+        )
 
     def is_boundary(self, track: Track, num_tokens: int) -> bool:
         """Whether the state after `num_tokens` tokens, whole published blocks, is worth a checkpoint."""
         return (
-            self._is_boundary_by_number(track, num_tokens)
+            num_tokens == track.prompt_boundary_tokens
+            or self.is_regular_boundary(num_tokens)
             or track.hashes[num_tokens // self._block_size - 1] in self._refused
         )
 
@@ -64,6 +67,3 @@ class CheckpointPolicy:
     def forget_refused(self, block_hash: bytes) -> None:
         """Note that this boundary is served."""
         self._refused.pop(block_hash, None)
-
-    def _is_boundary_by_number(self, track: Track, num_tokens: int) -> bool:
-        return num_tokens == track.prompt_boundary_tokens or self.is_regular_boundary(num_tokens)

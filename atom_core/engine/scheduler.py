@@ -200,8 +200,9 @@ class Scheduler:
         finished = self._append(batch.seqs, sampled, index, num_sampled)
         ends = np.minimum(ends, counts[index, NUM_TOKENS])
         block_size = self.block_manager.block_size
-        for row in np.flatnonzero(ends // block_size > starts // block_size).tolist():
-            self._keep(batch, row, int(starts[row]), int(ends[row]))
+        filled = np.flatnonzero(ends // block_size > starts // block_size)
+        for row, start, end in zip(filled.tolist(), starts[filled].tolist(), ends[filled].tolist(), strict=True):
+            self._keep(batch, row, start, end)
         for row, tokens in (forked or {}).items():
             finished += self._fork(batch, batch.seqs[row], tokens)
         for seq in finished:
