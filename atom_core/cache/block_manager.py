@@ -266,6 +266,10 @@ class BlockManager:
             return end
         return self._policy.next_boundary(self._running[seq.id], start, end)
 
+    def may_keep_state(self, start: int, end: int) -> bool:
+        """Whether any state that decoding makes after `start + 1 .. end` tokens may be worth a checkpoint; quick."""
+        return self.states.num_checkpoints > 0 and self._policy.may_pass_boundary(start, end)
+
     def keeps_state(self, seq: CachedSequence, num_computed_tokens: int) -> bool:
         """Whether a regular checkpoint is due after so many tokens."""
         return (
@@ -277,8 +281,8 @@ class BlockManager:
     def take_checkpoint(self, seq: CachedSequence, num_computed_tokens: int) -> int | None:
         """Reserve a checkpoint for the state after exactly `num_computed_tokens` tokens, which a slot now holds.
 
-        Publishes the blocks up to there where one is taken. Copy the slot's state behind the step that made it, then
-        call `states.publish_checkpoint`.
+        Publishes the blocks up to there. Copy the slot's state behind the step that made it, then call
+        `states.publish_checkpoint`.
 
         Returns:
             The checkpoint to copy into, or `None` if none is worth taking here, exists already, or can be had.
@@ -287,7 +291,7 @@ class BlockManager:
             return None
         track = self._running[seq.id]
         num_blocks, rest = divmod(num_computed_tokens, self.block_size)
-        if rest or not num_blocks or not self._policy.may_be_boundary(track, num_computed_tokens):
+        if rest or not num_blocks:
             return None
         self.publish(seq, num_computed_tokens)
         tail = track.tail

@@ -43,11 +43,9 @@ class CheckpointPolicy:
         """Whether so many tokens are a multiple of the interval."""
         return self._interval is not None and num_tokens % self._interval == 0
 
-    def may_be_boundary(self, track: Track, num_tokens: int) -> bool:
-        """Whether the state after `num_tokens` tokens may be worth a checkpoint, as far as their number says."""
-        return (
-            num_tokens == track.prompt_boundary_tokens or bool(self._refused) or self.is_regular_boundary(num_tokens)
-        )
+    def may_pass_boundary(self, start: int, end: int) -> bool:
+        """Whether a state after `start + 1 .. end` generated tokens may be worth a checkpoint; quick."""
+        return bool(self._refused) or (self._interval is not None and end // self._interval > start // self._interval)
 
     def is_boundary(self, track: Track, num_tokens: int) -> bool:
         """Whether the state after `num_tokens` tokens, whole published blocks, is worth a checkpoint."""

@@ -343,9 +343,9 @@ class Scheduler:
 
         A chunk leaves the state after its last token only, a decode row the states after each.
         """
-        seq, blocks = batch.seqs[row], self.block_manager
-        if seq.per_req_cache_group >= 0 and blocks.states.num_checkpoints and not batch.overtaken:
-            size, decodes = blocks.block_size, row < batch.num_decodes
+        seq, blocks, decodes = batch.seqs[row], self.block_manager, row < batch.num_decodes
+        if not batch.overtaken and (not decodes or blocks.may_keep_state(start, end)):
+            size = blocks.block_size
             first = start // size * size + size if decodes else end
             for boundary in range(first, end + 1, size):
                 checkpoint_id = blocks.take_checkpoint(seq, boundary)
