@@ -121,7 +121,7 @@ class BoundModel:
             device=device,
         )
         with LayerProbe(self._claimed), fusion.LinearCalls(self._model) as linear_calls:
-            with self.probe_batch(rows, [min(2, limits.max_num_batched_tokens)]) as batch:
+            with self.probe_batch(rows, [min(2, limits.max_num_batched_tokens, limits.max_model_len)]) as batch:
                 runner.run(batch)
         if not self._prepared and not config.eager:
             fusion.fuse_linears(linear_calls.groups(), kernels)
@@ -144,7 +144,7 @@ class BoundModel:
         params = params or SamplingParams(temperature=0)
         batch = ScheduledBatch()
         for number, length in enumerate(lengths):
-            seq = Sequence(-1 - number, [0] * length, params, max_num_tokens=length + 1)
+            seq = Sequence(-1 - number, [0] * length, params, max_num_tokens=length)
             seq.block_table = [0] * -(-length // self.inspection.block_size)
             if self.inspection.has_state:
                 seq.per_req_cache_group = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from atom_core.engine.running_rows import NUM_DRAFTS, RunningRows
 from atom_core.engine.scheduled_batch import CheckpointSave, Fork, ScheduledBatch
 from atom_core.engine.speculation import Speculator
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from atom_core.engine.model_runner import ModelRunner, StepOutput
     from atom_core.engine.sequence import Sequence as TokenSequence
 
-__all__ = ["DraftModel", "reserve_drafts"]
+__all__ = ["DraftModel"]
 
 
 class DraftModel(Speculator):
@@ -29,16 +30,19 @@ class DraftModel(Speculator):
 
     Args:
         runner: the draft model's.
+        rows: the running sequences.
         num_spec_tokens: most drafts of a sequence and step.
     """
 
-    def __init__(self, runner: ModelRunner, num_spec_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, rows: RunningRows, num_spec_tokens: int) -> None:
         self.runner = runner
+        self._rows = rows
         self._num_spec_tokens = num_spec_tokens
 
     def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Make room for as many drafts as the next step may verify."""
-        reserve_drafts(running, self._num_spec_tokens)
+        rows = self._rows.decoding(running)
+        self._rows.counts[rows, NUM_DRAFTS] = self._rows.draft_room(rows, self._num_spec_tokens)
 
     def draft(self, batch: ScheduledBatch) -> None:
         """Guess the drafts of the rows that decode, all first ones, then all second ones."""
@@ -76,10 +80,3 @@ class DraftModel(Speculator):
 
     def release(self, seq: TokenSequence) -> None:
         """Keep nothing of a sequence but what its blocks and its group hold."""
-
-
-def reserve_drafts(running: Collection[TokenSequence], num_spec_tokens: int) -> None:
-    """Make room for as many drafts as the next step may verify of each sequence that decodes."""
-    for seq in running:
-        if not seq.is_prefilling:
-            seq.num_draft_tokens = max(0, min(num_spec_tokens, seq.max_num_tokens - seq.num_tokens - 1))

@@ -239,14 +239,14 @@ class LLMEngine:
                 runner,
                 role,
                 self.runner,
+                rows,
                 num_spec_tokens=config.num_spec_tokens,
                 sampler=Sampler(draft.model_config.vocab_size, draft.device),
-                max_num_seqs=limits.max_num_seqs,
             )
         bound = BoundModel(drafting, draft.config, self.registry, draft)
         runner = bound.make_runner(plan, limits, rows)
         bound.capture_all(runner, limits)
-        return DraftModel(runner, config.num_spec_tokens)
+        return DraftModel(runner, rows, config.num_spec_tokens)
 
     def _measure(self, bound: BoundModel, free_bytes: int) -> None:
         """Plan again with the memory that the model really leaves, where a GPU's memory is the limit.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
@@ -144,6 +145,7 @@ class ModelRunner:
         self._sampler = Sampler(vocab_size, device)
         self._graphs: StepGraphs | None = None
         self.hidden: Tensor | None = None
+        self._uploads: deque[torch.cuda.Event] = deque()  # of the last two steps, which filled one host side each
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def run(self, scheduled: ScheduledBatch) -> StepOutput:
@@ -247,10 +249,17 @@ class ModelRunner:
         self._hooks.step_finished(stats)
 
     def _prepare(self, scheduled: ScheduledBatch, shape: StepShape | None) -> tuple[StepInputs, Mapping[str, Any]]:
-        """Fill the step's arrays, and the plugins' buffers."""
+        """Fill the step's arrays, and the plugins' buffers, once the step that filled the same side is uploaded."""
+        if len(self._uploads) == 2:
+            self._uploads.popleft().synchronize()
         self._buffers.turn()
         inputs = self._builder.build(scheduled, shape)
-        return inputs, self._hooks.build_metadata(layers=self._layers, batch=inputs.batch, buffers=self._buffers)
+        metadata = self._hooks.build_metadata(layers=self._layers, batch=inputs.batch, buffers=self._buffers)
+        if self._device.type == "cuda":
+            uploaded: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            uploaded.record()
+            self._uploads.append(uploaded)
+        return inputs, metadata
 
     def _forward(
         self, inputs: StepInputs, metadata: Mapping[str, Any], indices: np.ndarray[Any, Any] | None = None

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atom_core.engine.draft_model import reserve_drafts
 from atom_core.engine.model_runner import sampling_rows
+from atom_core.engine.running_rows import NUM_DRAFTS, SEQUENCE_ID, RunningRows
 from atom_core.engine.sampler import Sampler
 from atom_core.engine.scheduled_batch import CheckpointSave, Fork, ScheduledBatch
 from atom_core.engine.speculation import Speculator
@@ -93,9 +93,9 @@ class MtpDrafter(Speculator):
         runner: of the role.
         role: the layer.
         target: the model's runner, which keeps its last hidden states.
+        rows: the running sequences.
         num_spec_tokens: most drafts of a sequence and step.
         sampler: chooses drafts as it would the model's tokens.
-        max_num_seqs: rows of the block tables.
     """
 
     def __init__(
@@ -103,24 +103,25 @@ class MtpDrafter(Speculator):
         runner: ModelRunner,
         role: MtpRole,
         target: ModelRunner,
+        rows: RunningRows,
         *,
         num_spec_tokens: int,
         sampler: Sampler,
-        max_num_seqs: int,
     ) -> None:
         self.runner = runner
         self._role = role
         self._num_spec_tokens = num_spec_tokens
         self._sampler = sampler
         self._target = target
-        self._last: Tensor | None = None  # by row of the block tables, the layer's hidden state of the last position
-        self._owners: list[int | None] = [None] * max_num_seqs  # whose it is
+        self._running = rows
+        self._last: Tensor | None = None  # by row, the layer's hidden state of the last position
+        self._owners = np.full(len(rows.counts), -1, dtype=np.int64)  # the sequence whose it is
 
     def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Make room for the drafts of sequences whose last position is known."""
-        for seq in running:
-            known = not seq.is_prefilling and self._owners[seq.row] == seq.id
-            reserve_drafts((seq,), self._num_spec_tokens if known else 0)
+        rows, counts = self._running.decoding(running), self._running.counts
+        known = self._owners[rows] == counts[rows, SEQUENCE_ID]
+        counts[rows, NUM_DRAFTS] = np.where(known, self._running.draft_room(rows, self._num_spec_tokens), 0)
 
     @torch.inference_mode()
     def draft(self, batch: ScheduledBatch) -> None:

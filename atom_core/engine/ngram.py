@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atom_core.engine.running_rows import (
-    MAX_NUM_TOKENS,
-    NUM_COMPUTED,
-    NUM_DRAFTS,
-    NUM_TOKENS,
-    PREFILL_TARGET,
-    SEQUENCE_ID,
-    RunningRows,
-)
+from atom_core.engine.running_rows import NUM_DRAFTS, NUM_TOKENS, SEQUENCE_ID, RunningRows
 from atom_core.engine.speculation import Speculator
 
 if TYPE_CHECKING:
@@ -52,20 +44,17 @@ class NgramDrafter(Speculator):
 
     def set_drafts(self, running: Collection[TokenSequence]) -> None:
         """Look up each sequence's last tokens in itself."""
-        index, counts = self._rows.of(running), self._rows.counts
-        index = index[counts[index, NUM_COMPUTED] >= counts[index, PREFILL_TARGET]]
+        index, counts = self._rows.decoding(running), self._rows.counts
         if not len(index):
             return
-        now = counts[index]
-        strange = self._owners[index] != now[:, SEQUENCE_ID]
+        ids, lengths = counts[index, SEQUENCE_ID], counts[index, NUM_TOKENS]
+        strange = self._owners[index] != ids
         if strange.any():
             self._index.clear(index[strange])
-            self._owners[index] = now[:, SEQUENCE_ID]
-        lengths = now[:, NUM_TOKENS]
+            self._owners[index] = ids
         self._index.extend(index, lengths)
         starts = self._index.occurrences(index, lengths)
-        room = np.minimum(now[:, MAX_NUM_TOKENS] - lengths - 1, self._num_spec_tokens)
-        num_drafts = np.where(starts > 0, np.maximum(room, 0), 0)
+        num_drafts = np.where(starts > 0, self._rows.draft_room(index, self._num_spec_tokens), 0)
         counts[index, NUM_DRAFTS] = num_drafts
         if num_drafts.any():
             self._index.copy(index, lengths, starts, num_drafts)
@@ -90,8 +79,8 @@ class NgramIndex:
     """The tokens of rows, and for each two and each three of them where they were last followed by another one.
 
     An entry is found by a hash of its tokens, in a table for each row where a later entry may take the place of another
-    one. What a table says is believed only after a look at the tokens themselves; so rows need not be wiped, and the
-    memory, 8 bytes a token for each table, is touched only as far as rows have tokens.
+    one. What a table says is believed only after a look at the tokens themselves; so rows need not be wiped. Each table
+    takes 8 to 16 bytes for each token that a row may have; hashes scatter, so nearly all of that is soon used.
 
     Args:
         tokens: [num_rows, max_tokens] int32; the caller writes them, then calls `extend`.

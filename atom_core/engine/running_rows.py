@@ -5,6 +5,7 @@ Drafting, scheduling, building a batch and taking its tokens then cost array ope
 
 from __future__ import annotations
 
+import mmap
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 NUM_TOKENS, MAX_NUM_TOKENS, NUM_COMPUTED, PREFILL_TARGET, NUM_DRAFTS, NUM_ACCEPTED, GROUP, SEQUENCE_ID = range(8)
-NUM_COUNTS = 8
+NUM_COUNTS = SEQUENCE_ID + 1
 
 _row = attrgetter("row")
 
@@ -44,7 +45,7 @@ class RunningRows:
 
     Args:
         max_num_seqs: rows.
-        max_model_len: most tokens of a sequence; memory is touched only as far as rows have tokens.
+        max_model_len: most tokens of a sequence; a row takes memory for the tokens that it has.
         block_size: tokens of a block.
 
     Attributes:
@@ -55,7 +56,7 @@ class RunningRows:
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.counts: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((max_num_seqs, NUM_COUNTS), dtype=np.int64)
-        self.tokens: np.ndarray[Any, np.dtype[np.int32]] = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self.tokens = _zeros_on_small_pages(max_num_seqs, max_model_len)
         self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size))
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -66,8 +67,9 @@ class RunningRows:
 
     def add(self, seq: Sequence) -> None:
         """Give a sequence a row, which holds its counts, tokens and blocks from now on."""
-        row = self._free.pop()
+        row = self._free[-1]
         seq.enter_row(row, self.counts[row], self.tokens[row])
+        self._free.pop()
         self.tables.clear(row)
         self.tables.extend(row, seq.block_table)
 
@@ -85,3 +87,27 @@ class RunningRows:
         rows = np.fromiter(map(_row, seqs), np.int64, len(seqs))
         assert not (rows < 0).any(), "a sequence without a row takes part in a step"
         return rows
+
+    def decoding(self, seqs: Collection[Sequence]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the rows of those sequences whose known tokens are computed but for the last."""
+        rows = self.of(seqs)
+        rows = rows[self.counts[rows, NUM_COMPUTED] >= self.counts[rows, PREFILL_TARGET]]
+        return rows
+
+    def draft_room(self, rows: np.ndarray[Any, np.dtype[np.int64]], most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """How many drafts, at most `most`, the next step may verify of each row.
+
+        A step gives one token more than the drafts it accepts, so the last token of a sequence needs no draft.
+        """
+        room: np.ndarray[Any, np.dtype[np.int64]] = (
+            self.counts[rows, MAX_NUM_TOKENS] - self.counts[rows, NUM_TOKENS] - 1
+        )
+        return room.clip(0, most)
+
+
+def _zeros_on_small_pages(num_rows: int, num_columns: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """[num_rows, num_columns] int32; numpy's large arrays have pages of 2 MB, whole ones for the least of rows."""
+    memory = mmap.mmap(-1, max(1, num_rows * num_columns * 4))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.int32, count=num_rows * num_columns).reshape(num_rows, num_columns)

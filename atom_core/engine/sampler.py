@@ -89,7 +89,7 @@ class Sampler:
         Raises:
             EngineError: the logits' shape is not [rows, vocab_size].
         """
-        self._check(logits, rows)
+        self._check(logits, len(rows))
         edited = edit_logits(logits, rows)
         result = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         return self._by_kind(edited, rows, self._choose, result)
@@ -102,7 +102,11 @@ class Sampler:
 
         Returns:
             [rows] int64, on the logits' device.
+
+        Raises:
+            EngineError: the logits' shape is not [rows, vocab_size].
         """
+        self._check(logits, len(logits))
         return _argmax(logits)
 
     def logprobs(
@@ -137,7 +141,7 @@ class Sampler:
         Raises:
             EngineError: the logits' shape is not [rows, vocab_size].
         """
-        self._check(logits, rows)
+        self._check(logits, len(rows))
         result = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
         return self._by_kind(edit_logits(logits, rows), rows, self._distribute, result)
 
@@ -153,8 +157,8 @@ class Sampler:
         """
         return self._upload(uniform_numbers([row.seed for row in rows], [row.position for row in rows], stream))
 
-    def _check(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-        expected = (len(rows), self._vocab_size)
+    def _check(self, logits: Tensor, num_rows: int) -> None:
+        expected = (num_rows, self._vocab_size)
         if tuple(logits.shape) != expected:
             raise EngineError(f"the sampler got logits of shape {tuple(logits.shape)}, expected {expected}")
 

@@ -1,4 +1,7 @@
-"""Scheduler: which sequence computes which tokens in the next step."""
+"""Scheduler: which sequence computes which tokens in the next step.
+
+In this file a `row` is a place in a batch, and an `index` holds the rows of sequences in `RunningRows`.
+"""
 
 from __future__ import annotations
 
@@ -252,6 +255,8 @@ class Scheduler:
 
     def _grow_all(self, seqs: Rows[Sequence], places: Rows[int], num_tokens: np.ndarray[Any, Any]) -> bool:
         """Give those of the sequences their blocks; false, with nothing changed, if there are not enough for all."""
+        if not places:
+            return True
         lacking = [seqs[place] for place in places]
         if not self.block_manager.append_all(lacking, num_tokens[places].tolist()):
             return False
@@ -374,7 +379,8 @@ class Scheduler:
         self.rows.tokens[np.repeat(index, num_sampled), places] = tokens
         counts[index, NUM_TOKENS] = ends
         may_end = ends >= counts[index, MAX_NUM_TOKENS]
-        may_end |= [not seq.stop_token_ids.isdisjoint(tokens) for seq, tokens in zip(seqs, sampled, strict=True)]
+        stops = (not seq.stop_token_ids.isdisjoint(new) for seq, new in zip(seqs, sampled, strict=True))
+        may_end |= np.fromiter(stops, bool, len(seqs))
         ended = []
         for row in np.flatnonzero(may_end).tolist():
             seq = seqs[row]

@@ -39,7 +39,10 @@ class SequenceStatus(Enum):
 
 
 def _count(index: int) -> Any:
-    """Make an attribute of one of the sequence's counts, wherever they are."""
+    """Make an attribute of one of the sequence's counts, wherever they are.
+
+    Both `array` and the memory of a row give plain integers, which numpy's own indexing does not.
+    """
 
     def read(seq: Sequence) -> int:
         return seq._counts[index]
@@ -216,6 +219,7 @@ class Sequence:
 
     def _reserve(self, num_tokens: int) -> None:
         if num_tokens > len(self._buffer):
+            assert self.row < 0, f"sequence {self.id} outgrows its row"
             grown = np.zeros(max(num_tokens, 2 * len(self._buffer)), dtype=np.int32)
             grown[: self.num_tokens] = self._buffer[: self.num_tokens]
             self._buffer = grown

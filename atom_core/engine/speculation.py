@@ -32,10 +32,7 @@ class Speculator(ABC):
 
     @abstractmethod
     def set_drafts(self, running: Collection[TokenSequence]) -> None:
-        """Give each decoding sequence its drafts for the next step, or room for them.
-
-        A step gives one token more than the drafts it accepts, so the last token of a sequence needs no draft.
-        """
+        """Give each decoding sequence its drafts for the next step, or room for them: `RunningRows.draft_room`."""
 
     @abstractmethod
     def draft(self, batch: ScheduledBatch) -> None:
@@ -88,7 +85,9 @@ class ProposerSpeculator(Speculator):
             room = min(self._num_spec_tokens, seq.max_num_tokens - seq.num_tokens - 1)
             if room > 0:
                 seqs.append(seq)
-                requests.append(DraftRequest(seq.id, seq.token_ids, room))
+                tokens = seq.token_ids
+                tokens.flags.writeable = False
+                requests.append(DraftRequest(seq.id, tokens, room))
         if not requests:
             return
         answers = self._proposer.propose(requests)

@@ -17,7 +17,8 @@ class DraftRequest(NamedTuple):
 
     Attributes:
         sequence_id: unique in the engine, the same in every step.
-        token_ids: [num_tokens] int32, all known tokens, a view; more than the last time by those accepted since.
+        token_ids: [num_tokens] int32, all known tokens, a read-only view to be used until `propose` returns: copy what
+            you keep, another sequence may get its memory; more than the last time by those accepted since.
         max_drafts: most drafts of use, at least 1.
     """
 

@@ -111,3 +111,18 @@ def test_steps_on_a_device_never_wait_for_it(model_type, temperature):
         torch.cuda.set_sync_debug_mode("default")
     while engine.has_work:
         engine.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
+def test_chunks_run_ahead_of_a_busy_device(model_type):
+    """Nobody waits for the tokens of a chunk, so the host could fill arrays whose upload is still to come."""
+    options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 8, "compile": False}
+    options |= {"enable_prefix_caching": False, "cache_memory": "128MB", "skip_tokenizer": True}
+    llm = LLM(tiny_model(model_type), device="cuda", **options)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    expected = run(llm, [prompt_of(100)], params)
+    assert run(llm, [prompt_of(100)], params) == expected
+    torch.cuda._sleep(2_000_000_000)  # about a second, in which the host launches every chunk
+    assert run(llm, [prompt_of(100)], params) == expected

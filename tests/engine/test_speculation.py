@@ -212,6 +212,16 @@ def test_a_proposer_outside_the_vocabulary_is_named(make_llm, greedy):
         make_llm(speculation=Wrong([])).generate(PROMPTS, greedy(4))
 
 
+class Scribbles(Replay):
+    def propose(self, requests):
+        requests[0].token_ids[0] = 5
+
+
+def test_a_proposer_cannot_change_tokens(make_llm, greedy):
+    with pytest.raises(ValueError, match="read-only"):
+        make_llm(speculation=Scribbles([])).generate(PROMPTS, greedy(4))
+
+
 def test_ngram_copies_what_followed_the_last_time():
     rows = RunningRows(2, 64, 4)
     drafter = NgramDrafter(4, rows)
