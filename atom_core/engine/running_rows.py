@@ -34,6 +34,8 @@ __all__ = [
 NUM_TOKENS, MAX_NUM_TOKENS, NUM_COMPUTED, PREFILL_TARGET, NUM_DRAFTS, NUM_ACCEPTED, GROUP, SEQUENCE_ID = range(8)
 NUM_COUNTS = SEQUENCE_ID + 1
 
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
 _row = attrgetter("row")
 
 
@@ -82,27 +84,25 @@ class RunningRows:
         """Learn of the blocks that a sequence got since the last time."""
         self.tables.extend(seq.row, seq.block_table)
 
-    def of(self, seqs: Collection[Sequence]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def of(self, seqs: Collection[Sequence]) -> Rows:
         """Return the rows of sequences, [seqs] int64."""
         rows = np.fromiter(map(_row, seqs), np.int64, len(seqs))
         assert not (rows < 0).any(), "a sequence without a row takes part in a step"
         return rows
 
-    def decoding(self, seqs: Collection[Sequence]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def decoding(self, seqs: Collection[Sequence]) -> Rows:
         """Return the rows of those sequences whose known tokens are computed but for the last."""
         rows = self.of(seqs)
-        rows = rows[self.counts[rows, NUM_COMPUTED] >= self.counts[rows, PREFILL_TARGET]]
-        return rows
+        decoding: Rows = rows[self.counts[rows, NUM_COMPUTED] >= self.counts[rows, PREFILL_TARGET]]
+        return decoding
 
-    def draft_room(self, rows: np.ndarray[Any, np.dtype[np.int64]], most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def draft_room(self, rows: Rows, most: int) -> Rows:
         """How many drafts, at most `most`, the next step may verify of each row.
 
         A step gives one token more than the drafts it accepts, so the last token of a sequence needs no draft.
         """
-        room: np.ndarray[Any, np.dtype[np.int64]] = (
-            self.counts[rows, MAX_NUM_TOKENS] - self.counts[rows, NUM_TOKENS] - 1
-        )
-        return room.clip(0, most)
+        room: Rows = (self.counts[rows, MAX_NUM_TOKENS] - self.counts[rows, NUM_TOKENS] - 1).clip(0, most)
+        return room
 
 
 def _zeros_on_small_pages(num_rows: int, num_columns: int) -> np.ndarray[Any, np.dtype[np.int32]]:
