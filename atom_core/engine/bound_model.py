@@ -53,12 +53,16 @@ class BoundModel:
         config: what the user set.
         registry: the plugins.
         inspection: what is known of the model's role.
+
+    Attributes:
+        model: as given, changed.
+        inspection: as given.
     """
 
     def __init__(
         self, model: nn.Module, config: EngineConfig, registry: PluginRegistry, inspection: Inspection
     ) -> None:
-        self._model = model
+        self.model = model
         self._config = config
         self._registry = registry
         self.inspection = inspection
@@ -110,7 +114,7 @@ class BoundModel:
         )
         buffers = StepBuffers(step_limits, device)
         runner = ModelRunner(
-            self._model,
+            self.model,
             self._claimed.layers,
             inspection.hooks,
             self._step,
@@ -120,13 +124,13 @@ class BoundModel:
             vocab_size=inspection.model_config.vocab_size,
             device=device,
         )
-        with LayerProbe(self._claimed), fusion.LinearCalls(self._model) as linear_calls:
+        with LayerProbe(self._claimed), fusion.LinearCalls(self.model) as linear_calls:
             with self.probe_batch(rows, [min(2, limits.max_num_batched_tokens, limits.max_model_len)]) as batch:
                 runner.run(batch)
         if not self._prepared and not config.eager:
             fusion.fuse_linears(linear_calls.groups(), kernels)
-            fusion.prepare_linears(self._model, kernels)
-            prepare_experts(self._model, kernels)
+            fusion.prepare_linears(self.model, kernels)
+            prepare_experts(self.model, kernels)
         self._prepared = True
         return runner
 
@@ -192,9 +196,9 @@ class BoundModel:
 
     def _compiled_blocks(self) -> CompiledBlocks:
         """The decoder layers, and what stands beside their list: final norm and rotary embedding."""
-        layers = decoder_layers(self._model, self.inspection.model_config, self._claimed.modules)
+        layers = decoder_layers(self.model, self.inspection.model_config, self._claimed.modules)
         parents = dict.fromkeys(name.rpartition(".")[0].rpartition(".")[0] for name, _ in layers)
-        beside = [child for name in parents for child in self._model.get_submodule(name).children()]
+        beside = [child for name in parents for child in self.model.get_submodule(name).children()]
         large = (nn.ModuleList, nn.ModuleDict, nn.Embedding, nn.Linear)
         blocks = [module for _, module in layers] + [child for child in beside if not isinstance(child, large)]
         return CompiledBlocks(self._claimed, blocks)

@@ -79,7 +79,7 @@ class LLMEngine:
         model = load_model(config, inspection.model_config, inspection.dtype, inspection.device, progress)
         drafting = self._load_drafting(model, progress)
         bound = BoundModel(model, config, self.registry, inspection)
-        self._measure(bound, free_bytes)
+        role = self._measure(bound, model, drafting, free_bytes)
         tokenizer = None if config.skip_tokenizer else load_tokenizer(config)
         self.io = InputOutputProcessor(
             tokenizer,
@@ -106,7 +106,7 @@ class LLMEngine:
         if config.speculation == MTP:
             self.runner.keep_hidden()
         bound.capture_all(self.runner, limits)
-        self.speculator = self._make_speculator(model, drafting, limits)
+        self.speculator = self._make_speculator(role or self._bind_drafting(model, drafting), limits)
         overlaps = inspection.device.type == "cuda" and not config.eager and self.speculator is None
         self._pipeline = StepPipeline(self.runner, self.scheduler, overlaps=overlaps)
         self.stats = EngineStats()
@@ -221,46 +221,62 @@ class LLMEngine:
             return layers
         return load_model(draft.config, draft.model_config, draft.dtype, draft.device, progress)
 
-    def _make_speculator(
-        self, model: nn.Module, drafting: nn.Module | None, limits: SchedulerLimits
-    ) -> Speculator | None:
+    def _bind_drafting(self, model: nn.Module, drafting: nn.Module | None) -> BoundModel | None:
+        """Claim the layers of the second role, once the model has its final form: its first runner is made."""
+        draft = self.inspection.draft
+        if draft is None or drafting is None:
+            return None
+        role = MtpRole(drafting, model) if self.config.speculation == MTP else drafting
+        return BoundModel(role, draft.config, self.registry, draft)
+
+    def _make_speculator(self, role: BoundModel | None, limits: SchedulerLimits) -> Speculator | None:
         config, draft = self.config, self.inspection.draft
         if config.speculation is None:
             return None
         if config.speculation == NGRAM:
             return NgramDrafter(config.num_spec_tokens, self.scheduler.rows)
-        if draft is None or drafting is None:
+        if draft is None or role is None:
             return make_proposer_speculator(self.inspection)
-        plan, rows = self.plan.of_role(draft=True), self.scheduler.rows
-        if config.speculation == MTP:
-            role = MtpRole(drafting, model)
-            runner = BoundModel(role, draft.config, self.registry, draft).make_runner(plan, limits, rows)
+        rows = self.scheduler.rows
+        runner = role.make_runner(self.plan.of_role(draft=True), limits, rows)
+        if isinstance(role.model, MtpRole):
             return MtpDrafter(
                 runner,
-                role,
+                role.model,
                 self.runner,
                 rows,
                 num_spec_tokens=config.num_spec_tokens,
                 sampler=Sampler(draft.model_config.vocab_size, draft.device),
             )
-        bound = BoundModel(drafting, draft.config, self.registry, draft)
-        runner = bound.make_runner(plan, limits, rows)
-        bound.capture_all(runner, limits)
+        role.capture_all(runner, limits)
         return DraftModel(runner, rows, config.num_spec_tokens)
 
-    def _measure(self, bound: BoundModel, free_bytes: int) -> None:
-        """Plan again with the memory that the model really leaves, where a GPU's memory is the limit.
+    def _measure(
+        self, bound: BoundModel, model: nn.Module, drafting: nn.Module | None, free_bytes: int
+    ) -> BoundModel | None:
+        """Plan again with the memory that all roles really leave, where a GPU's memory is the limit.
 
         Args:
-            bound: the model.
-            free_bytes: free before it was loaded.
+            bound: the model's layers claimed.
+            model: the model.
+            drafting: what the second role runs.
+            free_bytes: free before anything was loaded.
+
+        Returns:
+            The second role with its layers claimed, if it was measured.
         """
-        inspection = self.inspection
-        if inspection.device.type != "cuda" or self.config.cache_memory is not None or inspection.draft is not None:
-            return
-        use = measure_memory(bound, self.plan.of_role(draft=False), self._limits(), free_bytes)
+        inspection, limits = self.inspection, self._limits()
+        if inspection.device.type != "cuda" or self.config.cache_memory is not None:
+            return None
+        use = measure_memory(bound, self.plan.of_role(draft=False), limits, free_bytes)
+        role = self._bind_drafting(model, drafting)
+        if role is not None:
+            captured = self.config.speculation != MTP
+            draft_plan = self.plan.of_role(draft=True)
+            use = use.with_draft(measure_memory(role, draft_plan, limits, free_bytes, captured=captured))
         workspace_bytes = inspection.all_figures.workspace_bytes
         self.plan = inspection.plan(use.cache_bytes(self.config, inspection.device, free_bytes, workspace_bytes))
+        return role
 
     def _limits(self) -> SchedulerLimits:
         return SchedulerLimits(

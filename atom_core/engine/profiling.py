@@ -38,6 +38,11 @@ class MemoryUse:
     peak_bytes: int
     graph_bytes: int
 
+    def with_draft(self, draft: MemoryUse) -> MemoryUse:
+        """Add a second role, measured after this one: their steps take turns, the rest is there at once."""
+        peak = max(self.peak_bytes, draft.peak_bytes)
+        return MemoryUse(draft.resident_bytes, peak, self.graph_bytes + draft.graph_bytes)
+
     def cache_bytes(self, config: EngineConfig, device: torch.device, free_bytes: int, workspace_bytes: int) -> int:
         """Return the bytes for caches and workspace.
 
@@ -65,7 +70,9 @@ def largest_steps(max_num_seqs: int, max_num_tokens: int, max_model_len: int) ->
     return [[min(max_num_tokens, longest)], [min(longest, share + (row < rest)) for row in range(rows)]]
 
 
-def measure_memory(bound: BoundModel, plan: CachePlan, limits: SchedulerLimits, free_bytes: int) -> MemoryUse:
+def measure_memory(
+    bound: BoundModel, plan: CachePlan, limits: SchedulerLimits, free_bytes: int, *, captured: bool = True
+) -> MemoryUse:
     """Run the largest steps and capture two graphs, over caches of one block and one group.
 
     Args:
@@ -73,6 +80,7 @@ def measure_memory(bound: BoundModel, plan: CachePlan, limits: SchedulerLimits, 
         plan: says the block size; its counts are not used.
         limits: of a step.
         free_bytes: free before anything was loaded.
+        captured: whether decode steps will be captured, where they can be.
     """
     device = bound.inspection.device
     smallest = replace(plan, num_blocks=1, num_groups=min(1, plan.num_groups), num_checkpoints=0)
@@ -87,7 +95,7 @@ def measure_memory(bound: BoundModel, plan: CachePlan, limits: SchedulerLimits, 
             runner.run(batch)
     peak = torch.cuda.max_memory_allocated(device) - resident
     _release()
-    shapes = sorted(bound.step_shapes(limits), key=lambda shape: -shape.num_tokens)
+    shapes = sorted(bound.step_shapes(limits) if captured else [], key=lambda shape: -shape.num_tokens)
     graph_bytes = 0
     for count, some in ((1, shapes[:1]), (len(shapes) - 1, shapes[-1:])):
         if count > 0:

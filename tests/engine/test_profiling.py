@@ -33,6 +33,12 @@ def test_the_peak_counts_once():
     assert use.cache_bytes(config, CPU, 1000, 30) == 100 - 50 - 5
 
 
+def test_roles_take_turns_in_steps_and_share_the_rest():
+    use = MemoryUse(resident_bytes=50, peak_bytes=20, graph_bytes=5)
+    both = use.with_draft(MemoryUse(resident_bytes=58, peak_bytes=12, graph_bytes=2))
+    assert both == MemoryUse(resident_bytes=58, peak_bytes=20, graph_bytes=7)
+
+
 def test_the_share_is_of_what_was_free():
     config = EngineConfig(model="demo", memory_fraction=0.5)
     assert MemoryUse(100, 0, 0).cache_bytes(config, CPU, 1000, 0) == 400
@@ -40,11 +46,15 @@ def test_the_share_is_of_what_was_free():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
-def test_caches_fill_the_share_and_no_more(model_type):
+@pytest.mark.parametrize(
+    ("model_type", "draft"), [("llama", None), ("qwen3_next", None), ("llama", "llama"), ("qwen3_next", "llama")]
+)
+def test_caches_fill_the_share_and_no_more(model_type, draft):
     """Nothing else may use the device meanwhile: what is free is measured."""
     prompts = [[(index * 7 + seed) % 120 for index in range(300)] for seed in range(40)]
     options = {"max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 2048, "max_blocks": 10**7}
+    if draft is not None:
+        options |= {"draft_model": tiny_model(draft), "num_spec_tokens": 2}
     llm = LLM(tiny_model(model_type), device="cuda", skip_tokenizer=True, memory="4GiB", compile=False, **options)
     llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0))
     assert 0.7 * 2**32 < torch.cuda.memory_reserved() < 1.02 * 2**32
