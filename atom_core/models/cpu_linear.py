@@ -33,6 +33,19 @@ class PreparedLinear(nn.Module):
         self._packed_bias = None if linear.bias is None else linear.bias.detach().to(self._compute_dtype)
         self._original = None if self._dtype is torch.float32 else linear
 
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], for code that reads it, as some routers do; unpacked each time."""
+        if self._original is not None:
+            return self._original.weight
+        weight: Tensor = self._packed.to_dense()
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out_features], or `None`."""
+        return self._packed_bias if self._original is None else self._original.bias
+
     def forward(self, states: Tensor) -> Tensor:
         """Return `states @ weight.T + bias` in the layer's dtype.
 

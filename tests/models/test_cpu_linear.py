@@ -22,6 +22,17 @@ def test_products_equal_those_in_float64(dtype, rows, bias):
     assert torch.allclose(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_can_be_read(dtype, bias):
+    """Some routers multiply by a linear layer's weight themselves, or ask for its dtype."""
+    linear = nn.Linear(37, 130, bias=bias).to(dtype)
+    prepared = PreparedLinear(linear)
+    assert prepared.weight.dtype is dtype
+    assert torch.equal(prepared.weight, linear.weight)
+    assert torch.equal(prepared.bias, linear.bias) if bias else prepared.bias is None
+
+
 def make_model():
     return nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 8), nn.ReLU()), "own": nn.Sequential(nn.Linear(8, 8))})
 
