@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from atom_core import LLM, SamplingParams
 from atom_core.engine.batch_builder import StepShape
@@ -177,3 +178,9 @@ def test_padded_steps_show_their_hidden_states(model_type):
     assert tokens(outputs) == reference_generate(model, PROMPTS, NUM_TOKENS)
     for known, drafts in drafted:
         assert drafts == reference_drafts(model, mtp, known, len(drafts))
+
+
+def test_a_transformers_that_cannot_run_a_layer_is_named(monkeypatch):
+    monkeypatch.delattr(MtpModel, "forward_layer")
+    with pytest.raises(ConfigError, match=r"needs a newer transformers: that of version \d+\.\d+"):
+        make_llm(config_of("deepseek_v3"), random_weights=0)

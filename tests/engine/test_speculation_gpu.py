@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.modeling_layers import MtpModel
 
 from atom_core import LLM, SamplingParams
 from tests.engine.proposers import Replay
@@ -50,6 +51,7 @@ def test_drafts_of_which_some_are_wrong(model_type, eager):
     assert 0 < llm.stats()["num_accepted_tokens"] < llm.stats()["num_draft_tokens"]
 
 
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="this transformers cannot run a layer by itself")
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
 def test_prediction_layers(model_type):
     expected = reference_generate(reference_of(model_type)[0], PROMPTS, NUM_TOKENS)
