@@ -80,7 +80,7 @@ def _by_cudnn(device: torch.device, dtypes: Mapping[str, torch.dtype], facts: Ma
 
 
 OPS = (
-    _op("write_latent", "write latents or index keys into their paged cache", _EXACT, mutates=("cache",)),
+    _op("write_latent", "write latents or index keys into their paged cache", _EXACT, mutates=("cache", "scale")),
     _op("decode", "absorbed queries over cached latents", _TOLERANCE),
     _op("prefill", "chunks without a cached prefix over their own expanded keys and values", _TOLERANCE),
     _op("prefill_paged", "chunks over cached latents, prefix and chunk", _TOLERANCE),
