@@ -247,7 +247,11 @@ def plan_cache(
     # In integers: a float share of terabytes would round, and a larger budget could then give fewer blocks.
     for_checkpoints = left * round(checkpoint_share * 10**6) // 10**6 if with_checkpoints else 0
     if figures.bytes_per_block:
-        num_blocks = min(max_blocks, num_blocks + (left - for_checkpoints) // figures.bytes_per_block)
+        further = (left - for_checkpoints) // figures.bytes_per_block
+        if with_checkpoints:  # no more than one for each block is of use: blocks get the rest of the share
+            one_each = left - num_blocks * figures.checkpoint_bytes
+            further = max(further, one_each // (figures.bytes_per_block + figures.checkpoint_bytes))
+        num_blocks = min(max_blocks, num_blocks + further)
     else:
         num_blocks = max_blocks
     num_checkpoints = min(num_blocks, for_checkpoints // figures.checkpoint_bytes) if with_checkpoints else 0

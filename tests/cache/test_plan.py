@@ -96,6 +96,20 @@ def test_slots_count_groups_times_slots_per_request_and_checkpoints():
     assert plan.to_dict()["total_bytes"] == plan.total_bytes
 
 
+def test_blocks_get_what_checkpoints_cannot_use():
+    """One group of 20, then as many blocks of 10 as checkpoints of 20: 20 + 32 x 30 = 980 of 1000."""
+    plan = plan_cache(
+        figures(block=10, slot=20),
+        budget_bytes=1000,
+        block_size=16,
+        max_model_len=16,
+        max_num_seqs=1,
+        checkpoint_share=0.75,
+        max_blocks=1000,
+    )
+    assert (plan.num_groups, plan.num_blocks, plan.num_checkpoints, plan.total_bytes) == (1, 32, 32, 980)
+
+
 def test_no_checkpoints_where_prefixes_cannot_be_cached():
     plan = plan_cache(
         figures(block=10, slot=100, cacheable=False),
