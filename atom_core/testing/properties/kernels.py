@@ -36,7 +36,8 @@ def kernels_equal_references(registry: PluginRegistry, plugin: str, seeds: int, 
         registry: the plugins.
         plugin: the one under test.
         seeds: of the sample inputs.
-        cases: by op, the dtypes and facts for which the layers of a model asked for a kernel.
+        cases: by op, the dtypes and facts for which the layers of a model asked for a kernel; each kernel is asked
+            about the facts in every dtype of the op's tolerance.
 
     Returns:
         What was not tried, with the reason.
@@ -46,14 +47,20 @@ def kernels_equal_references(registry: PluginRegistry, plugin: str, seeds: int, 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     skipped = []
     for op, kernel in _kernels_of(registry, table, plugin):
-        reason = _refusal(kernel, device, cases.get(op.name, []))
-        if reason is not None:
-            skipped.append(f"{op.name} {kernel.name}: {reason}")
-            continue
+        refused: dict[str, list[str]] = {}
         for name, tolerance in op.tolerance.items():
+            dtype = getattr(torch, name)
+            asked = [(dict.fromkeys(dtypes, dtype), facts) for dtypes, facts in cases.get(op.name, [])]
+            reason = _refusal(kernel, device, asked)
+            if reason is not None:
+                refused.setdefault(reason, []).append(name)
+                continue
             for seed in range(seeds):
-                for case, sample in enumerate(load_function(op.sample_inputs)(device, getattr(torch, name), seed)):
+                for case, sample in enumerate(load_function(op.sample_inputs)(device, dtype, seed)):
                     _compare(op, kernel, sample, tolerance, f"{name}, sample {case} of seed {seed}")
+        for reason, names in refused.items():
+            where = "" if len(names) == len(op.tolerance) else f" in {', '.join(names)}"
+            skipped.append(f"{op.name} {kernel.name}{where}: {reason}")
     return skipped
 
 
