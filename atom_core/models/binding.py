@@ -155,6 +155,7 @@ def claim_layers(
             continue
         owner, claim = claimed
         claim.layer.module_name = name
+        _check_compiled(claim.layer)
         layers.append(claim.layer)
         modules[name] = module
         owners[name] = owner
@@ -164,6 +165,14 @@ def claim_layers(
     _checkdecoder_layers(model, registry, model_config, modules)
     _check_recurrent_modules(model, registry, modules)
     return ClaimedLayers(tuple(layers), modules, owners, tuple(warnings))
+
+
+def _check_compiled(layer: AttentionLayer) -> None:
+    for method in layer.compiled:
+        if not callable(getattr(type(layer), method, None)):
+            raise LayerError(
+                f"{layer.module_name}: {type(layer).__name__} names {method!r} in `compiled`, but has no such method"
+            )
 
 
 def bind_layers(model: nn.Module, claimed: ClaimedLayers, step: Step) -> None:

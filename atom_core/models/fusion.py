@@ -14,9 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch.fx import Graph
+
     from atom_core.plugin.ops import KernelTable, SelectedKernel
 
-__all__ = ["DeviceLinear", "FusedLinear", "LinearCalls", "fuse_linears", "prepare_linears"]
+__all__ = ["DeviceLinear", "FusedLinear", "LinearCalls", "fuse_linears", "graph_joins", "prepare_linears"]
 
 
 @dataclass
@@ -33,19 +37,15 @@ class LinearCalls:
 
     Args:
         model: the model, its attention layers bound.
-        skip: names of modules whose linear layers stay as they are: their code may read the weights itself.
     """
 
-    def __init__(self, model: nn.Module, skip: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._skip = skip
         self._calls: list[_Call] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> LinearCalls:
-        for parent_name, parent in self._model.named_modules():
-            if any(parent_name == name or parent_name.startswith(name + ".") for name in self._skip):
-                continue
+        for parent in self._model.modules():
             for child in parent.children():
                 if type(child) is nn.Linear:
                     self._handles.append(child.register_forward_pre_hook(self._watch(parent)))
@@ -161,6 +161,13 @@ def prepare_linears(model: nn.Module, kernels: KernelTable) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             _become(module, DeviceLinear, _row_kernel(module.weight, kernels))
+
+
+def graph_joins(modules: Iterable[nn.Module]) -> list[Callable[[Graph], None]]:
+    """Return what joins the kernels of linear layers with their neighbours in compiled graphs; each function once."""
+    inner = (child for module in modules for child in module.modules() if isinstance(child, DeviceLinear))
+    kernels = (kernel for child in inner if (kernel := child._row_kernel) is not None)
+    return list(dict.fromkeys(kernel.joins for kernel in kernels if kernel.joins is not None))
 
 
 def _become(linear: nn.Linear, kind: type[DeviceLinear], row_kernel: SelectedKernel | None) -> DeviceLinear:

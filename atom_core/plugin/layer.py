@@ -38,11 +38,14 @@ class AttentionLayer:
     original in its parent and keeps the original's call signature and return shape.
 
     Attributes:
+        compiled: names of methods that compute tensors from tensors and weights alone, which the core may compile while
+            steps are captured; for layers that replace a module. Everything else of them runs as it is.
         module_name: dotted name of the claimed module; set by the core at binding.
         step: the runner's step; set by the core at binding.
         kv_cache: the layer's cache tensors; set by `bind` once they are allocated.
     """
 
+    compiled: ClassVar[tuple[str, ...]] = ()
     module_name: str = ""
     step: Step
     kv_cache: KVCacheTensor

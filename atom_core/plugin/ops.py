@@ -73,6 +73,8 @@ class Kernel:
         priority: the highest that supports a case wins.
         capturable: may be captured in a device graph: what it launches depends on shapes and Python maxima alone,
             it reads no host mirror and never waits for the device.
+        joins: import path of `f(graph)`, which changes a graph of compiled code in place, before it is compiled: it may
+            join calls of this kernel with what stands beside them. The graph is a `torch.fx.Graph` from torch's tracer.
     """
 
     op: str
@@ -81,6 +83,7 @@ class Kernel:
     supports: Supports = always_supported
     priority: int = 0
     capturable: bool = False
+    joins: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class SelectedKernel:
         owner: description of the plugin that brought the kernel.
         function: the loaded function.
         capturable: as its `Kernel` says.
+        joins: the loaded function, if there is one.
     """
 
     op: str
@@ -100,6 +104,7 @@ class SelectedKernel:
     owner: str
     function: Callable[..., Any]
     capturable: bool = False
+    joins: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel.
@@ -226,7 +231,8 @@ class KernelTable:
                 verdict = f"its supports failed: {type(error).__name__}: {error}"
             if verdict is True:
                 self.selected.setdefault(op, set()).add(kernel.name)
-                return SelectedKernel(op, kernel.name, owner, load_function(kernel.function), kernel.capturable)
+                joins = None if kernel.joins is None else load_function(kernel.joins)
+                return SelectedKernel(op, kernel.name, owner, load_function(kernel.function), kernel.capturable, joins)
             reasons.append(f"{kernel.name} ({owner}): {verdict or 'refused without a reason'}")
         what = f"forced kernel {forced!r} of op {op!r} refuses" if forced else f"no kernel of op {op!r} supports"
         case = f"device {device}, dtypes {dict(dtypes)}, facts {dict(facts)}"

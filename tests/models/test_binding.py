@@ -8,7 +8,7 @@ from atom_core.engine.startup import inspect_model
 from atom_core.errors import ClaimError, DiscoveryError, LayerError, StatefulModelTypeError
 from atom_core.models.binding import claim_layers, register_attention_interface
 from atom_core.plugin.registry import PluginRegistry
-from tests.averaging_plugin import AveragingPlugin, averaging_model
+from tests.averaging_plugin import AveragingLayer, AveragingPlugin, averaging_model
 from tests.plugin.sites import Site
 from tests.tiny_models import tiny_config
 
@@ -107,6 +107,14 @@ def test_modules_are_claimed_by_identity_not_by_number():
         layer.self_attn.layer_idx = 0
     claimed = claim_layers(model, PluginRegistry.of({"averaging": AveragingPlugin()}), model.config, 1)
     assert [layer.module_name for layer in claimed.layers] == [f"model.layers.{index}.self_attn" for index in range(2)]
+
+
+def test_a_name_to_compile_that_is_no_method_stops(monkeypatch):
+    monkeypatch.setattr(AveragingLayer, "compiled", ("forward", "projekt"))
+    with pytest.raises(LayerError, match=r"layers.0.self_attn: AveragingLayer names 'projekt' in `compiled`"):
+        claim_layers(
+            averaging_model(), PluginRegistry.of({"averaging": AveragingPlugin()}), averaging_model().config, 1
+        )
 
 
 def test_a_call_from_an_unclaimed_module_stops():

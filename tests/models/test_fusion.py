@@ -15,8 +15,8 @@ KERNELS = KernelTable.build([(op, "core") for op in CORE_OPS], [])
 IDS = torch.tensor([[3, 5, 8, 13, 21]])
 
 
-def watched(model, skip=frozenset(), **keywords):
-    with LinearCalls(model, skip) as calls, torch.no_grad():
+def watched(model, **keywords):
+    with LinearCalls(model) as calls, torch.no_grad():
         model(IDS, use_cache=False, **keywords)
     return calls.groups()
 
@@ -63,12 +63,6 @@ def test_weights_take_no_more_memory():
     assert sum(storage.nbytes() for storage in storages.values()) == 4 * before
 
 
-def test_modules_to_skip_stay():
-    model = tiny_model("llama")
-    skip = frozenset(f"model.layers.{index}.self_attn" for index in range(model.config.num_hidden_layers))
-    assert set(names(model, watched(model, skip))) == {("gate_proj", "up_proj")}
-
-
 class Siblings(nn.Module):
     def __init__(self):
         super().__init__()
@@ -83,7 +77,7 @@ def test_a_call_with_another_input_is_computed_alone():
     siblings = Siblings()
     expected = copy.deepcopy(siblings)
     states = torch.randn(2, 4)
-    with LinearCalls(nn.ModuleList([siblings]), frozenset()) as calls:
+    with LinearCalls(nn.ModuleList([siblings])) as calls:
         siblings(states, states)
     assert fuse_linears(calls.groups(), KERNELS) == 1
     assert isinstance(siblings.first, FusedLinear)

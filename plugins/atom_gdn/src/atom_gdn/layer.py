@@ -68,6 +68,7 @@ class GatedDeltaNetLayer(nn.Module, AttentionLayer, ABC):
         beta_scale: factor of the update strength.
     """
 
+    compiled: ClassVar[tuple[str, ...]] = ("project", "project_out")
     taken: ClassVar[tuple[str, ...]]
     conv1d: nn.Conv1d
     A_log: nn.Parameter

@@ -31,7 +31,7 @@ class Expansion:
             dtype: the model's.
         """
         weight = getattr(projection, "weight", None)
-        if type(projection) is nn.Linear and isinstance(weight, Tensor) and weight.dtype == dtype:
+        if isinstance(projection, nn.Linear) and isinstance(weight, Tensor) and weight.dtype == dtype:
             dense = weight.to_local() if isinstance(weight, DTensor) else weight
         else:
             device = next(iter(projection.parameters())).device
@@ -49,8 +49,8 @@ class Expansion:
             [num_tokens, heads, latent_dim + rope_dim]
         """
         nope, rope = query[..., : self._nope_dim], query[..., self._nope_dim :]
-        absorbed = torch.bmm(nope.transpose(0, 1), self.weight[:, : self._nope_dim])
-        return torch.cat((absorbed.transpose(0, 1), rope), -1)
+        absorbed = _by_head(nope, self.weight[:, : self._nope_dim])
+        return torch.cat((absorbed, rope), -1)
 
     def expand_output(self, attended: Tensor) -> Tensor:
         """Turn attention output over latents into output over values.
@@ -61,4 +61,12 @@ class Expansion:
         Returns:
             [num_tokens, heads, value_dim]
         """
-        return torch.bmm(attended.transpose(0, 1), self.weight[:, self._nope_dim :].transpose(1, 2)).transpose(0, 1)
+        return _by_head(attended, self.weight[:, self._nope_dim :].transpose(1, 2))
+
+
+def _by_head(states: Tensor, weight: Tensor) -> Tensor:
+    """[num_tokens, heads, out] from states [num_tokens, heads, in] and weight [heads, in, out]."""
+    if torch.compiler.is_compiling() and states.shape[0] == 1:
+        # Of one token, a sum of products: the compiler makes one kernel of it and of what stands beside it.
+        return (states[0].float().unsqueeze(2) * weight.float()).sum(1)[None].to(states.dtype)
+    return torch.bmm(states.transpose(0, 1), weight).transpose(0, 1)

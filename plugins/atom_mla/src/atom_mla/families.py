@@ -14,10 +14,10 @@ __all__ = ["FAMILIES", "REFUSED", "Family", "Gate", "Rotary", "tensor_parallel_p
 
 
 class Rotary(Enum):
-    """How a class rotates; the function is its own modeling module's."""
+    """How a class rotates; but for `COMPLEX`, the function is its own modeling module's."""
 
     COMPLEX = auto()
-    """`apply_rotary_emb`, one complex tensor of frequencies."""
+    """As `apply_rotary_emb`: one complex tensor, which turns neighbouring pairs."""
     INTERLEAVED = auto()
     """`apply_rotary_pos_emb_interleave`, neighbouring pairs."""
     HALF = auto()

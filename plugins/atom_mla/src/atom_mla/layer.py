@@ -46,6 +46,7 @@ class LatentLayer(AttentionLayer, nn.Module):
     indexer: Any
 
     ops: ClassVar[tuple[str, ...]] = ("write_latent", "decode", "prefill", "prefill_paged")
+    compiled: ClassVar[tuple[str, ...]] = ("project", "absorb", "expand_output", "project_out")
 
     def __init__(self, module: nn.Module, module_name: str, family: Family, modeling: ModuleType, tp_size: int) -> None:
         """Take over the projections.
@@ -138,24 +139,56 @@ class LatentLayer(AttentionLayer, nn.Module):
         self, hidden: Tensor, position_embeddings: Any, position_ids: Tensor | None, previous: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The whole layer; returns the output and, in sparse layers, the selection."""
+        turns = position_embeddings
+        if self._rotary is Rotary.COMPLEX:
+            turns = torch.view_as_real(position_embeddings)  # here, since the compiler knows no complex numbers
+        query, latent, residual, gate = self.project(hidden, turns, position_ids)
+        self._kernels["write_latent"](latent, self._latent_cache, self._cache_scale, self.step.batch.slot_mapping)
+        attended, selection = self._attend(query, latent, hidden, residual, position_embeddings, previous)
+        return self.project_out(attended, gate), selection
+
+    def project(
+        self, hidden: Tensor, turns: Any, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Compute what meets the cache.
+
+        Args:
+            hidden: [1, num_tokens, hidden_size].
+            turns: `position_embeddings`, complex numbers as pairs of real ones.
+            position_ids: as in `forward`.
+
+        Returns:
+            Queries [num_tokens, heads, key_dim]; the rows of the cache [num_tokens, latent_dim + rope_dim]; the
+            low-rank query if there is one; and the gate if there is one.
+        """
+        compressed = self.kv_a_proj_with_mqa(hidden)
         query, residual, gate = self._project_query(hidden)
-        latent, key_rope = torch.split(self.kv_a_proj_with_mqa(hidden), [self.latent_dim, self.rope_dim], -1)
+        latent, key_rope = torch.split(compressed, [self.latent_dim, self.rope_dim], -1)
         latent = self.kv_a_layernorm(latent)
         if self.family.lora_scales:
             query, latent = query * self._query_scale, latent * self._latent_scale
         query_nope, query_rope = torch.split(query.transpose(1, 2), [self.nope_dim, self.rope_dim], -1)
-        query_rope, key_rope = self.rotate(self._rotary, query_rope, key_rope[:, None], position_embeddings)
+        query_rope, key_rope = self.rotate(self._rotary, query_rope, key_rope[:, None], turns)
         query = torch.cat((query_nope, query_rope), -1)
         if self.family.position_scale:
             query = query * self._position_scale(position_ids).to(query.dtype)
-        query = query[0].transpose(0, 1)
-        latent = torch.cat((latent, key_rope[:, 0]), -1)[0]
-        self._kernels["write_latent"](latent, self._latent_cache, self._cache_scale, self.step.batch.slot_mapping)
-        attended, selection = self._attend(query, latent, hidden, residual, position_embeddings, previous)
+        return query[0].transpose(0, 1), torch.cat((latent, key_rope[:, 0]), -1)[0], residual, gate
+
+    def project_out(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """Turn [num_tokens, heads, value_dim] into [1, num_tokens, hidden_size]."""
         output = attended[None]
         if gate is not None:
             output = (output * gate).to(output.dtype)
-        return self.o_proj(output.flatten(2)), selection
+        projected: Tensor = self.o_proj(output.flatten(2))
+        return projected
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Make [num_tokens, heads, key_dim] queries over latents; see `Expansion.absorb`."""
+        return self._expansion.absorb(query)
+
+    def expand_output(self, attended: Tensor) -> Tensor:
+        """Make output over values of output over latents; see `Expansion.expand_output`."""
+        return self._expansion.expand_output(attended)
 
     def _project_query(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries [1, num_tokens, heads, key_dim], the low-rank query if there is one, and the gate."""
@@ -174,17 +207,17 @@ class LatentLayer(AttentionLayer, nn.Module):
             gate = self.g_proj(hidden).float().sigmoid().to(hidden.dtype)[..., None]
         return query.unflatten(-1, (self.num_heads, self.key_dim)), residual, gate
 
-    def rotate(self, rotary: Rotary, query: Tensor, key: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys [1, heads, num_tokens, rope_dim] with the modeling module's own functions."""
+    def rotate(self, rotary: Rotary, query: Tensor, key: Tensor, turns: Any) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys [1, heads, num_tokens, rope_dim] as the modeling module does."""
         if rotary is Rotary.NONE:
             return query, key
-        modeling: Any = self._modeling
         if rotary is Rotary.COMPLEX:
-            rotated: tuple[Tensor, Tensor] = modeling.apply_rotary_emb(query, key, position_embeddings)
-        elif rotary is Rotary.INTERLEAVED:
-            rotated = modeling.apply_rotary_pos_emb_interleave(query, key, *position_embeddings)
+            return _rotate_pairs(query, turns), _rotate_pairs(key, turns)
+        modeling: Any = self._modeling
+        if rotary is Rotary.INTERLEAVED:
+            rotated: tuple[Tensor, Tensor] = modeling.apply_rotary_pos_emb_interleave(query, key, *turns)
         else:
-            rotated = modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
+            rotated = modeling.apply_rotary_pos_emb(query, key, *turns)
         return rotated
 
     def _position_scale(self, position_ids: Tensor | None) -> Tensor:
@@ -230,14 +263,14 @@ class LatentLayer(AttentionLayer, nn.Module):
 
     def _decode(self, query: Tensor, batch: AttentionBatch) -> Tensor:
         attended = self._kernels["decode"](
-            self._expansion.absorb(query),
+            self.absorb(query),
             self._latent_cache,
             self._cache_scale,
             **rows(batch, 0, batch.num_decodes),
             scaling=self.scaling,
             value_dim=self.latent_dim,
         )
-        return self._expansion.expand_output(attended)
+        return self.expand_output(attended)
 
     def _prefill(self, query: Tensor, latent: Tensor, batch: AttentionBatch) -> Tensor:
         low_rank, rotary = torch.split(latent, [self.latent_dim, self.rope_dim], -1)
@@ -262,3 +295,16 @@ class LatentLayer(AttentionLayer, nn.Module):
         cache = self._latent_cache
         dtypes = {"query": self.kv_a_layernorm.weight.dtype, "cache": cache.dtype}
         return kernels.select(f"mla.{op}", device=cache.device, dtypes=dtypes, facts=self.facts())
+
+
+def _rotate_pairs(states: Tensor, turns: Tensor) -> Tensor:
+    """Multiply neighbours, taken as complex numbers, by the turns of their tokens.
+
+    Args:
+        states: [1, heads, num_tokens, rope_dim].
+        turns: [1, num_tokens, rope_dim / 2, 2] float32, cosine and sine.
+    """
+    first, second = states.float().reshape(*states.shape[:-1], -1, 2).unbind(-1)
+    cosine, sine = turns.unsqueeze(1).unbind(-1)
+    turned = torch.stack((first * cosine - second * sine, first * sine + second * cosine), -1)
+    return turned.flatten(3).to(states.dtype)

@@ -120,7 +120,7 @@ class SparseLatentLayer(LatentLayer):
         if selection is None:
             raise LayerError(f"{self._what()} has no indexer and no layer before it selected")
         attended = self._kernels["attend_selected"](
-            self._expansion.absorb(query),
+            self.absorb(query),
             selection[0],
             self._latent_cache,
             self._cache_scale,
@@ -128,7 +128,7 @@ class SparseLatentLayer(LatentLayer):
             scaling=self.scaling,
             value_dim=self.latent_dim,
         )
-        return self._expansion.expand_output(attended), selection
+        return self.expand_output(attended), selection
 
     def _write_index_keys(self, hidden: Tensor, position_embeddings: Any) -> None:
         key = self.indexer.k_norm(self.indexer.wk(hidden))
