@@ -482,7 +482,11 @@ def test_a_wrapper_sees_the_answers_of_every_plugin_that_is_asked_once():
 
     table = PluginRegistry.of({"toy": Brings(), "wrapping": Renames()}).kernel_table({})
     owners = {name: owner for name, (_, owner) in table.ops.items()}
-    assert owners == {"toy.renamed": "plugin 'toy' (not installed)", "core.linear_row": "the core"}
+    assert owners == {
+        "toy.renamed": "plugin 'toy' (not installed)",
+        "core.linear_row": "the core",
+        "core.expert_rows": "the core",
+    }
 
 
 # Claims.

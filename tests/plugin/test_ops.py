@@ -93,7 +93,9 @@ def test_forcing_what_does_not_exist_lists_what_does(site):
     registry = site.discover()
     with pytest.raises(KernelError, match=r"toy\.scale=fast: no such kernel; kernels: fused, doubling, reference"):
         registry.kernel_table({"toy.scale": "fast"})
-    with pytest.raises(KernelError, match=r"toy\.shrink=fast: no such op; ops: core\.linear_row, toy\.scale"):
+    with pytest.raises(
+        KernelError, match=r"toy\.shrink=fast: no such op; ops: core\.expert_rows, core\.linear_row, toy\.scale"
+    ):
         registry.kernel_table({"toy.shrink": "fast"})
 
 
@@ -113,7 +115,7 @@ def test_when_no_kernel_supports_a_case_each_candidate_gives_its_reason():
 def test_kernels_for_the_op_of_a_plugin_that_is_not_there_are_left_aside(site):
     table = site.discover(without=("toy",)).kernel_table({})
     names = {op: [kernel.name for kernel, _ in kernels] for op, kernels in table.kernels.items()}
-    assert names == {"core.linear_row": ["reference"]}
+    assert names == {"core.linear_row": ["reference"], "core.expert_rows": ["reference"]}
 
 
 def test_a_kernel_for_an_op_that_its_plugin_does_not_define_is_an_error(tmp_path):

@@ -23,20 +23,29 @@ class LinearPlugin:
     @hookimpl
     def atom_plugin_info(self) -> PluginInfo:
         """Say who the plugin is."""
-        return PluginInfo("linear", "Linear layers of a single row, by Triton.", contract_version=1)
+        return PluginInfo("linear", "Linear layers of a single row and of few rows with experts.", contract_version=1)
 
     @hookimpl
     def atom_kernels(self) -> Sequence[Kernel]:
-        """The Triton kernel."""
+        """The Triton kernels."""
         return [
             Kernel(
                 "core.linear_row",
                 "triton",
                 "atom_linear.kernels.row:linear_row",
+                supports=_supports_row,
+                priority=10,
+                capturable=True,
+                joins="atom_linear.joins:join_rows",
+            ),
+            Kernel(
+                "core.expert_rows",
+                "triton",
+                "atom_linear.kernels.experts:expert_rows",
                 supports=_supports,
                 priority=10,
                 capturable=True,
-            )
+            ),
         ]
 
 
@@ -48,10 +57,14 @@ def _supports(device: torch.device, dtypes: Mapping[str, torch.dtype], facts: Ma
     dtype = dtypes["weight"]
     if not dtype.is_floating_point or dtype.itemsize not in (2, 4):
         return f"needs weights of 16 or 32 bit floating point, not {dtype}"
+    return True
+
+
+def _supports_row(device: torch.device, dtypes: Mapping[str, torch.dtype], facts: Mapping[str, Any]) -> bool | str:
     elements = facts["in_features"] * facts["out_features"]
     if elements > _MAX_ELEMENTS:
         return f"cuBLAS is faster for {elements:,} elements; this kernel is for at most {_MAX_ELEMENTS:,}"
-    return True
+    return _supports(device, dtypes, facts)
 
 
 plugin = LinearPlugin()

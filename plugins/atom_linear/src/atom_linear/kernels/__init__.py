@@ -1,1 +1,1 @@
-"""Kernels of `core.linear_row`."""
+"""Kernels of `core.linear_row` and `core.expert_rows`."""

@@ -1,0 +1,19 @@
+"""Whether a launch can begin while the one in front of it still runs (programmatic dependent launch).
+
+A kernel that begins early waits for the launch in front of it before it reads what other kernels wrote, and lets the
+next launch begin only after that: what begins then finds everything before the launch in front of it done.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+__all__ = ["can_start_early"]
+
+
+@functools.cache
+def can_start_early(device: torch.device) -> bool:
+    """Say whether the device can: NVIDIA's from Hopper on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
