@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 
-from atom_mha.kernels import reference, triton_cache, triton_decode, triton_prefill, triton_schedule
+from atom_mha.kernels import reference, triton_cache, triton_decode, triton_dequantize, triton_prefill, triton_schedule
 from atom_mha.kernels.samples import paged_case, prefill_case, write_kv
 from atom_mha.ops import OPS
 
@@ -46,6 +46,7 @@ CHUNKS = {
     "soft-cap": {"query_lens": [20, 40], "seq_lens": [21, 50], "soft_cap": 5.0, "num_heads": 2},
     "192-128": {"query_lens": [9], "seq_lens": [40], "num_heads": 2, "head_dim": 192, "v_head_dim": 128},
     "float8": {"query_lens": [20, 9], "seq_lens": [70, 9], "float8": True, "window": 30, "num_heads": 2},
+    "float8-chunk": {"query_lens": [30, 0, 5], "seq_lens": [150, 3, 45], "float8": True, "chunk": 64, "head_dim": 24},
 }
 FLAT = {
     "rows": {"query_lens": [1, 7, 0, 64], "num_heads": 2},
@@ -79,6 +80,20 @@ def test_decode(case, dtype):
 @pytest.mark.parametrize("case", CHUNKS)
 def test_prefill_paged(case, dtype):
     inputs = paged_case(2, CPU, dtype, **CHUNKS[case])
+    assert_equal(triton_prefill.prefill_paged, reference.prefill_paged, inputs, "mha.prefill_paged")
+
+
+@pytest.mark.parametrize(("heads_at_a_time", "pieces"), [(0, 0), (1, 9), (2, 6), (3, 3), (6, 2), (9, 1)])
+def test_float8_chunks_in_pieces(monkeypatch, heads_at_a_time, pieces):
+    """The copy in 16 bit holds some heads of a row, or some rows; no copy where a single head is too much."""
+    shape = {"query_lens": [20, 9, 1], "seq_lens": [140, 9, 130], "num_heads": 6, "num_kv_heads": 3, "v_head_dim": 8}
+    inputs = paged_case(6, CPU, torch.float16, **shape, float8=True, sinks=True)
+    head_bytes = 2 * 128 * (16 + 8) * 2
+    monkeypatch.setattr(triton_dequantize, "COPY_BYTES", heads_at_a_time * head_bytes)
+    cut = triton_dequantize.pieces(3, 3, 140, 16, 8)
+    assert len(cut) == pieces
+    covered = sorted((r, h) for p in cut for r in range(3)[p.rows] for h in range(3)[p.heads])
+    assert covered == [(row, head) for row in range(3) for head in range(3)][: 9 if pieces else 0]
     assert_equal(triton_prefill.prefill_paged, reference.prefill_paged, inputs, "mha.prefill_paged")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atom_core.plugin import TensorSpec
+from atom_mha.kernels.float8 import COPY_BYTES, COPY_ROWS, copy_bytes
 
 if TYPE_CHECKING:
     from atom_mha.layer import MhaLayer
@@ -45,15 +46,35 @@ def paged_layout(layers: Sequence[MhaLayer], block_size: int, cache_dtype: torch
     return specs
 
 
-def workspace_bytes(layers: Sequence[MhaLayer], max_num_batched_tokens: int, num_spec_tokens: int) -> int:
-    """Bytes of the parts, in float32, that a decode step's programs leave for each other; layers run in turn.
+def workspace_bytes(
+    layers: Sequence[MhaLayer],
+    cache_dtype: torch.dtype,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    num_spec_tokens: int,
+) -> int:
+    """Bytes of the largest scratch of an op; ops and layers run in turn.
+
+    These are the parts, in float32, that a decode step's programs leave for each other, or the keys and values of a
+    float8 cache that chunks over a prefix have as numbers of 16 bit.
 
     Args:
         layers: the plugin's layers.
+        cache_dtype: dtype of the cache.
         max_num_batched_tokens: most tokens of a step.
+        max_model_len: most tokens of a row.
         num_spec_tokens: most draft tokens of a row.
     """
-    return max((_parts_bytes(layer, max_num_batched_tokens, num_spec_tokens) for layer in layers), default=0)
+    scratch = [_parts_bytes(layer, max_num_batched_tokens, num_spec_tokens) for layer in layers]
+    if cache_dtype.itemsize == 1:
+        scratch += [_copy_bytes(layer, max_model_len) for layer in layers]
+    return max(scratch, default=0)
+
+
+def _copy_bytes(layer: MhaLayer, max_model_len: int) -> int:
+    heads = layer.heads
+    row_bytes = heads.num_kv_heads * copy_bytes(max_model_len, heads.head_dim, heads.v_head_dim)
+    return min(COPY_BYTES, COPY_ROWS * row_bytes)
 
 
 def _parts_bytes(layer: MhaLayer, max_num_batched_tokens: int, num_spec_tokens: int) -> int:

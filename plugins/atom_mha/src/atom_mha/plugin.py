@@ -85,8 +85,10 @@ class MhaPlugin(LayoutPlugin):
         self,
         layers: Sequence[MhaLayer],
         *,
+        cache_dtype: torch.dtype,
         num_spec_tokens: int,
         max_num_batched_tokens: int,
+        max_model_len: int,
         **_: Any,
     ) -> CacheRequirements:
         """Any block size; what a decode step launches depends on its shape alone; a float8 cache has scales."""
@@ -95,7 +97,9 @@ class MhaPlugin(LayoutPlugin):
         return CacheRequirements(
             graph_support=GraphSupport.UNIFORM,
             float8_cache=True,
-            workspace_bytes=workspace_bytes(layers, max_num_batched_tokens, num_spec_tokens),
+            workspace_bytes=workspace_bytes(
+                layers, cache_dtype, max_num_batched_tokens, max_model_len, num_spec_tokens
+            ),
         )
 
     def paged_layout(

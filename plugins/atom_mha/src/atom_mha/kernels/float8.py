@@ -5,13 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "LEAST_SCALE", "SCALE_FACTOR", "dequantize", "quantize"]
+__all__ = [
+    "COPY_BLOCK_SIZE",
+    "COPY_BYTES",
+    "COPY_ROWS",
+    "LARGEST",
+    "LEAST_SCALE",
+    "SCALE_FACTOR",
+    "copy_bytes",
+    "dequantize",
+    "quantize",
+]
 
 LARGEST = 448.0
 """Largest finite number of float8_e4m3fn."""
 SCALE_FACTOR = 1.0 / LARGEST
 LEAST_SCALE = 1.0e-12
 """Scale of a head that is all zeros."""
+COPY_BYTES = 2**28
+"""Most bytes of keys and values that a kernel holds as numbers of 16 bit; see `triton_dequantize`."""
+COPY_ROWS = 64
+"""Most rows whose keys and values these are."""
+COPY_BLOCK_SIZE = 128
+"""Tokens of their blocks."""
 
 
 def quantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,3 +46,8 @@ def dequantize(numbers: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
         return numbers.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return (numbers.to(wide) * scale.unsqueeze(-1)).to(dtype)
+
+
+def copy_bytes(seq_len: int, head_dim: int, v_head_dim: int) -> int:
+    """Bytes of one key head of a row of `seq_len` tokens, in 16 bit."""
+    return -(-seq_len // COPY_BLOCK_SIZE) * COPY_BLOCK_SIZE * (head_dim + v_head_dim) * 2

@@ -29,6 +29,7 @@ def attend(
     k_scale: tl.tensor,
     v_scale: tl.tensor,
     table: tl.tensor,
+    blocks: tl.tensor,
     score_factor: tl.tensor,
     cap_factor: tl.tensor,
     k_strides: tl.tensor,
@@ -70,6 +71,7 @@ def attend(
         k_scale: the head's scales of keys in block 0; used if HAS_SCALES.
         v_scale: likewise.
         table: the row's blocks; used if PAGED.
+        blocks: those of the first tile, as `blocks_of` says.
         score_factor: as `score_factors` says; [queries, 1] with HAS_SCALES if it differs.
         cap_factor: as `score_factors` says.
         k_strides: of blocks and slots, in elements.
@@ -93,20 +95,22 @@ def attend(
     Returns:
         The first four arguments after the tiles.
     """
-    blocks = blocks_of(table, first_key + tl.arange(0, KEYS), num_keys, BLOCK_SIZE, PAGED)
     for tile in tl.range(first_key, end_key, KEYS):
         keys = tile + tl.arange(0, KEYS)
         present = keys < num_keys
         next_blocks = blocks_of(table, keys + KEYS, num_keys, BLOCK_SIZE, PAGED)
         offsets = key_offsets(blocks, tile, k_strides, KEYS, BLOCK_SIZE, PAGED)
         products = _dot_queries(q_low, q_high, k_head, offsets, present, LOW, HIGH, HEAD_DIM, MASKED)
-        scales = highest
+        value_scales = highest
         if HAS_SCALES:
             offsets = key_offsets(blocks, tile, scale_strides, KEYS, BLOCK_SIZE, PAGED)
-            scales = tl.load(v_scale + offsets, mask=present, other=0.0)
+            value_scales = _log2(tl.load(v_scale + offsets, mask=present, other=1.0), NATIVE)
             products = products * tl.load(k_scale + offsets, mask=present, other=0.0)[None, :]
         if MASKED or HAS_SOFT_CAP or HAS_SCALES:
             scores = _exponents(products, score_factor, cap_factor, HAS_SOFT_CAP)
+            if HAS_SCALES:
+                # Weights with the scales of their values in them.
+                scores = scores + value_scales[None, :]
             if MASKED:
                 visible = keys[None, :] <= last_key[:, None]
                 if HAS_LOWER:
@@ -119,17 +123,17 @@ def attend(
             higher = tl.maximum(highest, tl.max(products, axis=1) * score_factor)
             weights = tl.exp2(products * score_factor - higher[:, None])
         fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(weights, axis=1)
         highest = higher
         attended = attended * fade[:, None]
         if HAS_SCALES:
+            total = total * fade + tl.sum(weights * tl.exp2(-value_scales)[None, :], axis=1)
             attended_odd = attended_odd * fade[:, None]
+        else:
+            total = total * fade + tl.sum(weights, axis=1)
         if not ALIKE:
             offsets = key_offsets(blocks, tile, v_strides, KEYS, BLOCK_SIZE, PAGED)
         value = load_rows(v_head, offsets, present, 0, V_LOADS, V_NUMBERS, MASKED)
-        attended, attended_odd = _add_values(
-            attended, attended_odd, weights, value, scales, q_low.dtype, HAS_SCALES, NATIVE
-        )
+        attended, attended_odd = _add_values(attended, attended_odd, weights, value, q_low.dtype, HAS_SCALES, NATIVE)
         blocks = next_blocks
     return attended, attended_odd, total, highest
 
@@ -185,6 +189,18 @@ def _dot_queries(
 
 
 @triton.jit
+def _log2(numbers: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """Logarithm of positive float32 numbers that are not close to 0; a single instruction, right to 22 bits."""
+    if NATIVE:
+        exponents = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [numbers], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        exponents = tl.log2(numbers)
+    return exponents
+
+
+@triton.jit
 def _unpack_float8(pairs: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
     """Turn int16 of two float8 numbers each into the first ones and the second ones, float16."""
     if NATIVE:
@@ -216,7 +232,6 @@ def _add_values(
     attended_odd: tl.tensor,
     weights: tl.tensor,
     value: tl.tensor,
-    scales: tl.tensor,
     DTYPE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -226,13 +241,11 @@ def _add_values(
     With HAS_SCALES a value is an int16 of two float8 numbers, which two accumulators keep apart: matrix units take
     16 bit columns, and single bytes would have to be gathered one by one.
     """
+    weights = weights.to(DTYPE)
     if HAS_SCALES:
-        # Scales may be below the range of float16; where their ratios are, they do not matter.
-        largest = tl.max(scales, axis=0)
-        weights = (weights * (scales / tl.where(largest > 0, largest, 1.0))[None, :]).to(DTYPE)
         even, odd = _unpack_float8(value, NATIVE)
-        attended += tl.dot(weights, even.to(DTYPE), input_precision="ieee") * largest
-        attended_odd += tl.dot(weights, odd.to(DTYPE), input_precision="ieee") * largest
+        attended = tl.dot(weights, even.to(DTYPE), attended, input_precision="ieee")
+        attended_odd = tl.dot(weights, odd.to(DTYPE), attended_odd, input_precision="ieee")
     else:
-        attended = tl.dot(weights.to(DTYPE), value.to(DTYPE), attended, input_precision="ieee")
+        attended = tl.dot(weights, value.to(DTYPE), attended, input_precision="ieee")
     return attended, attended_odd

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from atom_mha.kernels.float8 import LARGEST, LEAST_SCALE, SCALE_FACTOR
+from atom_mha.kernels.triton_early import can_start_early
 from atom_mha.kernels.triton_tiles import unit_inner_stride
 
 __all__ = ["write_kv"]
@@ -40,6 +41,7 @@ def write_kv(
     width = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim))
     heads = min(triton.next_power_of_2(num_kv_heads), max(1, _TILE_ELEMENTS // width))
     scales = k_scale if k_scale is not None else key
+    early = can_start_early(key.device)
     _write_kv[(num_tokens, triton.cdiv(num_kv_heads, heads))](
         key,
         value,
@@ -69,7 +71,9 @@ def write_kv(
         K_WIDTH=triton.next_power_of_2(head_dim),
         V_WIDTH=triton.next_power_of_2(v_head_dim),
         QUANTIZED=k_scale is not None,
+        EARLY=early,
         num_warps=4 if heads * width >= 1024 else 1,
+        **({"launch_pdl": True} if early else {}),
     )
 
 
@@ -103,7 +107,11 @@ def _write_kv(
     K_WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:

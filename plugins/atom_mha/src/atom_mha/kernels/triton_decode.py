@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 
 from atom_mha.kernels.triton_attend import attend, unit_queries
+from atom_mha.kernels.triton_early import can_start_early
 from atom_mha.kernels.triton_parts import add_parts, leave_part, parts_at_a_time
 from atom_mha.kernels.triton_schedule import make_schedule, read_item
 from atom_mha.kernels.triton_tiles import (
     LOG2E,
     MASKED_SCORE,
+    blocks_of,
     first_visible,
     load_rows,
     num_multiprocessors,
@@ -48,6 +50,8 @@ class DecodeTiles:
         num_stages: tiles in flight, and one.
         programs: programs per multiprocessor that long rows are cut into.
         max_registers: bound of registers per thread; none when `None`.
+        part_numbers: numbers of other programs' parts that are added at a time. Their memory also bounds how many
+            programs a multiprocessor holds, and with that how unevenly they may be spread.
     """
 
     keys: int = 64
@@ -55,6 +59,7 @@ class DecodeTiles:
     num_stages: int = 3
     programs: int = 8
     max_registers: int | None = None
+    part_numbers: int = 2048
 
 
 def decode(
@@ -90,6 +95,7 @@ def decode(
     few = num_rows * head_tiles <= multiprocessors
     keys = num_rows * max_seq_len
     tiles = choose_tiles(query.dtype, k_cache.dtype, head_dim + v_head_dim, few, keys)
+    known = len(scratch)
     schedule = make_schedule(
         scratch,
         query_start_loc,
@@ -103,6 +109,8 @@ def decode(
         most_items=max(1, multiprocessors * tiles.programs // head_tiles),
         counters=head_tiles,
     )
+    # Not right behind the launch that makes the schedule: a program reads its item before it waits.
+    early = len(scratch) == known and can_start_early(query.device)
     num_items = schedule.num_items
     kept_rows = min(rows, tile_rows)
     parts = head_tiles * num_items * kept_rows
@@ -154,10 +162,12 @@ def decode(
         HAS_SCALES=k_scale is not None,
         ALIKE=k_scale is None and k_cache.stride() == v_cache.stride(),
         NATIVE=query.device.type == "cuda",
-        PARTS=parts_at_a_time(kept_width, v_width),
+        PARTS=parts_at_a_time(tiles.part_numbers, kept_width, v_width),
+        EARLY=early,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **({} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}),
+        **({"launch_pdl": True} if early else {}),
     )
 
 
@@ -177,13 +187,16 @@ def choose_tiles(query_dtype: torch.dtype, cache_dtype: torch.dtype, widths: int
         return DecodeTiles(keys=32, num_stages=2, programs=own_round if few else 8)
     if cache_dtype.itemsize == 1:
         if widths > 384 or (few and own_round == 1):
-            return DecodeTiles(programs=own_round if few else 6)
-        return DecodeTiles(keys=64 if widths > 128 else 128, num_warps=2, programs=4 if few else 6)
+            return DecodeTiles(programs=own_round if few else 6, part_numbers=1024)
+        keys = 64 if widths > 128 else 128
+        return DecodeTiles(keys=keys, num_warps=2, programs=4 if few else 6, part_numbers=1024)
     if widths < 256:
         return DecodeTiles(num_warps=2, num_stages=4, programs=own_round if few else 8)
     if widths > 256:
         return DecodeTiles(keys=32, programs=own_round if few else 8)
-    return DecodeTiles(programs=own_round) if few else DecodeTiles(keys=32, num_warps=2, num_stages=4)
+    if few:
+        return DecodeTiles(programs=own_round, part_numbers=1024 if own_round == 1 else 4096)
+    return DecodeTiles(keys=32, num_warps=2, num_stages=4)
 
 
 @triton.jit(do_not_specialize=["num_items", "table_stride"])
@@ -229,14 +242,21 @@ def _decode(
     ALIKE: tl.constexpr,
     NATIVE: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     item = tl.program_id(1)
     row, begin, end, own_splits, first_item, start, num_tokens, first_position = read_item(items, item, num_items)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0) // HEAD_TILES
     first_row = tl.program_id(0) % HEAD_TILES * TILE_ROWS
     if (own_splits == 0) | (first_row >= num_tokens * GROUP):
         return
 
+    # Before the queries: nobody waits for the table and for them one after the other.
+    table = block_tables + row.to(tl.int64) * table_stride
+    blocks = blocks_of(table, begin + tl.arange(0, KEYS), end, BLOCK_SIZE, True)
     rows = first_row + tl.arange(0, TILE_ROWS)
     tokens = rows // GROUP
     heads = head * GROUP + rows % GROUP
@@ -264,7 +284,6 @@ def _decode(
             total += 1.0
     attended = tl.zeros([TILE_ROWS, V_LOADS], tl.float32)
     attended_odd = attended
-    table = block_tables + row.to(tl.int64) * table_stride
     k_head = k_cache + head * k_strides[2]
     v_head = v_cache + head * v_strides[2]
     k_scale += head * scale_strides[2]
@@ -272,7 +291,7 @@ def _decode(
 
     attended, attended_odd, total, highest = attend(
         attended, attended_odd, total, highest, q_low, q_high, lower_key, last_key, begin, end, end,
-        k_head, v_head, k_scale, v_scale, table, row_factor, cap_factor, k_strides, v_strides, scale_strides,
+        k_head, v_head, k_scale, v_scale, table, blocks, row_factor, cap_factor, k_strides, v_strides, scale_strides,
         KEYS, BLOCK_SIZE, HEAD_DIM, LOW, HIGH, V_NUMBERS, V_LOADS, WINDOW > 0 or CHUNK > 0,
         HAS_SOFT_CAP, HAS_SCALES, ALIKE, NATIVE, True, True,
     )  # fmt: skip

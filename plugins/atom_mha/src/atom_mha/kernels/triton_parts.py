@@ -10,17 +10,15 @@ from atom_mha.kernels.triton_tiles import MASKED_SCORE
 
 __all__ = ["add_parts", "leave_part", "parts_at_a_time"]
 
-_ELEMENTS = 2048
-"""Numbers of several parts that the adding program takes at a time."""
 _PARTS = 8
 """Most parts that it takes at a time."""
 _STAGES = tl.constexpr(6)
 """Times that it has in flight, and one."""
 
 
-def parts_at_a_time(rows_width: int, v_width: int) -> int:
-    """Parts of [rows_width, v_width] numbers that are added at a time."""
-    return max(1, min(_PARTS, _ELEMENTS // (rows_width * v_width)))
+def parts_at_a_time(numbers: int, rows_width: int, v_width: int) -> int:
+    """Parts of [rows_width, v_width] numbers that are added at a time, `numbers` in all."""
+    return max(1, min(_PARTS, numbers // (rows_width * v_width)))
 
 
 @triton.jit

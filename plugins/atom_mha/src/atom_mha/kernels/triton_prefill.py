@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 
 from atom_mha.kernels.triton_attend import attend, unit_queries
+from atom_mha.kernels.triton_dequantize import Piece, dequantize_blocks, pieces
 from atom_mha.kernels.triton_tiles import (
     LOG2E,
     MASKED_SCORE,
+    blocks_of,
     first_visible,
     load_rows,
     padded,
@@ -72,8 +74,36 @@ def prefill_paged(
     scratch: dict[Any, Any],
 ) -> None:
     """Chunks of many query tokens attend over the paged cache; see `reference.prefill_paged`."""
-    keys = _Keys(k_cache, v_cache, k_cache.shape[1], seq_lens, block_tables, k_scale, v_scale)
-    _launch(query, keys, out, query_start_loc, max_query_len, max_seq_len, 0, scaling, window, chunk, soft_cap, sinks)
+    bounds = max_query_len, max_seq_len, 0
+    mask = window, chunk, soft_cap
+    cut: list[Piece] = []
+    if k_scale is not None and query.dtype.itemsize == 2:
+        cut = pieces(seq_lens.shape[0], k_cache.shape[2], max_seq_len, k_cache.shape[3], v_cache.shape[3])
+    if k_scale is None or v_scale is None or not cut:
+        keys = _Keys(k_cache, v_cache, k_cache.shape[1], seq_lens, block_tables, k_scale, v_scale)
+        _launch(query, keys, out, query_start_loc, *bounds, scaling, *mask, sinks)
+        return
+    group = query.shape[1] // k_cache.shape[2]
+    for piece in cut:
+        rows, kv_heads = piece.rows, piece.heads
+        starts = query_start_loc[rows.start : rows.stop + 1]
+        new_keys, new_values, tables = dequantize_blocks(
+            k_cache[:, :, kv_heads],
+            v_cache[:, :, kv_heads],
+            k_scale[:, kv_heads],
+            v_scale[:, kv_heads],
+            starts,
+            seq_lens[rows],
+            block_tables[rows],
+            max_seq_len,
+            window,
+            chunk,
+            query.dtype,
+        )
+        keys = _Keys(new_keys, new_values, new_keys.shape[1], seq_lens[rows], tables, None, None)
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        own_sinks = None if sinks is None else sinks[heads]
+        _launch(query[:, heads], keys, out[:, heads], starts, *bounds, scaling, *mask, own_sinks)
 
 
 def prefill(
@@ -335,10 +365,11 @@ def _prefill(
     for part in tl.static_range(0 if HAS_LOWER else 1, 3):
         first_key = left if part == 0 else (middle if part == 1 else right)
         end_key = middle if part == 0 else (right if part == 1 else end)
+        blocks = blocks_of(table, first_key + tl.arange(0, KEYS), end, BLOCK_SIZE, PAGED)
         attended, attended_odd, total, highest = attend(
             attended, attended_odd, total, highest, q_low, q_high, lower_key, positions, first_key, end_key, end,
-            k_head, v_head, k_scale, v_scale, table, row_factor, cap_factor, k_strides, v_strides, scale_strides,
-            KEYS, BLOCK_SIZE, HEAD_DIM, LOW, HIGH, V_NUMBERS, V_LOADS, HAS_LOWER,
+            k_head, v_head, k_scale, v_scale, table, blocks, row_factor, cap_factor, k_strides, v_strides,
+            scale_strides, KEYS, BLOCK_SIZE, HEAD_DIM, LOW, HIGH, V_NUMBERS, V_LOADS, HAS_LOWER,
             HAS_SOFT_CAP, HAS_SCALES, ALIKE, NATIVE, PAGED, part != 1,
         )  # fmt: skip
     if HAS_SCALES:

@@ -20,6 +20,7 @@ from atom_mha.kernels.triton_tiles import first_visible
 __all__ = ["Schedule", "make_schedule", "read_item"]
 
 _ITEMS_PER_PROGRAM = 16
+_FRACTIONS = tl.constexpr(32)
 _FEW_KEYS, _MANY_KEYS = 256, 1024
 """Keys of a stretch below which more programs than multiprocessors do not pay, for few rows and for many."""
 
@@ -168,10 +169,11 @@ def _schedule(
 ) -> None:
     rows = tl.arange(0, ROWS)
     _, num_keys, _, _ = _keys_of(query_start_loc, seq_lens, rows, num_rows, BLOCK_SIZE, WINDOW, CHUNK)
-    tiles = tl.cdiv(num_keys, KEYS)
+    # The longest stretch is counted in fractions of a tile: items of a row differ by a tile, and nobody waits for more.
+    tiles = tl.cdiv(num_keys, KEYS) * _FRACTIONS
     total = tl.sum(tiles, axis=0)
-    longest = tl.maximum(tl.cdiv(total, most_items), tl.minimum(tl.cdiv(total, few_items), WORTHWHILE))
-    longest = tl.maximum(longest, 1)
+    longest = tl.maximum(tl.cdiv(total, most_items), tl.minimum(tl.cdiv(total, few_items), WORTHWHILE * _FRACTIONS))
+    longest = tl.maximum(longest, _FRACTIONS)
     if ONE_ROUND:
         whole = tl.max(tiles, axis=0)
         while (longest < whole) & (tl.sum(tl.cdiv(tiles, longest), axis=0) > most_items):
@@ -187,10 +189,10 @@ def _schedule(
         query_start_loc, seq_lens, row, num_rows, BLOCK_SIZE, WINDOW, CHUNK
     )
     tiles = tl.cdiv(num_keys, KEYS)
-    splits = tl.cdiv(tiles, longest)
-    stretch = tl.cdiv(tiles, tl.maximum(splits, 1)) * KEYS
-    begin = first_key + (own - first_item) * stretch
-    end = tl.minimum(begin + stretch, first_key + num_keys)
+    splits = tl.cdiv(tiles * _FRACTIONS, longest)
+    some = tl.maximum(splits, 1)
+    begin = first_key + (own - first_item) * tiles // some * KEYS
+    end = tl.minimum(first_key + (own - first_item + 1) * tiles // some * KEYS, first_key + num_keys)
     is_item = own < num_items
     tl.store(items + own, row, mask=is_item)
     tl.store(items + num_items + own, begin, mask=is_item)

@@ -1,0 +1,22 @@
+"""Launches that begin while the one in front of them still runs (programmatic dependent launch).
+
+A kernel that begins early waits for the launch in front of it before it reads or overwrites anything of other kernels
+of the step, and lets the next one begin only after that. So all that lies before the launch in front is done when a
+kernel begins, and every launch ends after all before it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["can_start_early"]
+
+
+def can_start_early(device: torch.device) -> bool:
+    """Say whether a launch may begin early: in a captured step, on NVIDIA's devices from Hopper on."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and torch.cuda.is_current_stream_capturing()
+    )
