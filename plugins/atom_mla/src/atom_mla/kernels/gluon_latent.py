@@ -2,8 +2,9 @@
 """`mla.decode` and `mla.attend_selected` of many heads on Hopper, in Gluon, the layer of Triton below its scheduler.
 
 The same walk as `triton_latent`, with copies and products in an order that Triton's own pipeline does not find: the
-next tile is copied as soon as the product of weights and values has let go of its memory, while scores are computed.
-Triton's interpreter does not run Gluon; on the CPU the tests run `triton_latent`.
+next tile is copied as soon as the product of weights and values has let go of its memory, part by part between the
+parts of the product that gives the scores. Triton's interpreter does not run Gluon; on the CPU the tests run
+`triton_latent`.
 """
 
 from __future__ import annotations
@@ -222,9 +223,9 @@ def _attend(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    # A warp copies eight keys, so that its lanes look up blocks together.
-    WIDE: gl.constexpr = gl.BlockedLayout([8, 8], [1, 32], [8, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([2, 8], [4, 8], [8, 1], [1, 0])
+    PART: gl.constexpr = 64
+    # A warp copies 64 numbers of eight keys.
+    COPIES: gl.constexpr = gl.BlockedLayout([2, 8], [4, 8], [8, 1], [1, 0])
     DTYPE: gl.constexpr = query.dtype.element_ty
 
     item = gl.program_id(0) // row_tiles
@@ -249,18 +250,16 @@ def _attend(
     weights_shared = gl.allocate_shared_memory(DTYPE, [ROWS, KEYS], SHARED)
 
     query += token.to(gl.int64) * query_strides[0]
-    _copy_queries(q_latent, query, query_strides, first_row, num_tokens, 0, ROWS, LATENT, HEADS, WIDE)
-    _copy_queries(q_rope, query, query_strides, first_row, num_tokens, LATENT, ROWS, ROPE, HEADS, NARROW)
+    _copy_queries(q_latent, query, query_strides, first_row, num_tokens, 0, ROWS, LATENT, HEADS, COPIES)
+    _copy_queries(q_rope, query, query_strides, first_row, num_tokens, LATENT, ROWS, ROPE, HEADS, COPIES)
 
     table = block_tables + row.to(gl.int64) * table_stride
     chosen += token.to(gl.int64) * chosen_stride
-    wide = _slots(chosen, table, begin, end, KEYS, BLOCK_SIZE, SELECTED, WIDE)
-    narrow = _slots(chosen, table, begin, end, KEYS, BLOCK_SIZE, SELECTED, NARROW)
-    _copy_keys(latents.index(0), cache, wide, 0, LATENT, STRIDE, WIDE)
-    _copy_keys(ropes.index(0), cache, narrow, LATENT, ROPE, STRIDE, NARROW)
+    slots = _slots(chosen, table, begin, end, KEYS, BLOCK_SIZE, SELECTED, COPIES)
+    _copy_keys(latents.index(0), cache, slots, 0, LATENT, STRIDE, COPIES)
+    _copy_keys(ropes.index(0), cache, slots, LATENT, ROPE, STRIDE, COPIES)
     async_copy.commit_group()
-    wide = _slots(chosen, table, begin + KEYS, end, KEYS, BLOCK_SIZE, SELECTED, WIDE)
-    narrow = _slots(chosen, table, begin + KEYS, end, KEYS, BLOCK_SIZE, SELECTED, NARROW)
+    slots = _slots(chosen, table, begin + KEYS, end, KEYS, BLOCK_SIZE, SELECTED, COPIES)
 
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     columns = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
@@ -283,13 +282,17 @@ def _attend(
         fence_async_shared()
         gl.thread_barrier()
         latent = latents.index(number)
-        scores = warpgroup_mma(q_latent, latent.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma(q_rope, ropes.index(number).permute((1, 0)), scores, is_async=True)
-        _copy_keys(latents.index(1 - number), cache, wide, 0, LATENT, STRIDE, WIDE)
-        _copy_keys(ropes.index(1 - number), cache, narrow, LATENT, ROPE, STRIDE, NARROW)
+        next_latent = latents.index(1 - number)
+        scores = warpgroup_mma(q_rope, ropes.index(number).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        _copy_keys(ropes.index(1 - number), cache, slots, LATENT, ROPE, STRIDE, COPIES)
+        # Copies between parts of the product: those behind all of it would wait until it is nearly done.
+        for n in gl.static_range(LATENT // PART):
+            query_part = q_latent.slice(n * PART, PART, dim=1)
+            latent_part = latent.slice(n * PART, PART, dim=1).permute((1, 0))
+            scores = warpgroup_mma(query_part, latent_part, scores, is_async=True)
+            _copy_keys(next_latent.slice(n * PART, PART, dim=1), cache, slots, n * PART, PART, STRIDE, COPIES)
         async_copy.commit_group()
-        wide = _slots(chosen, table, tile + 2 * KEYS, end, KEYS, BLOCK_SIZE, SELECTED, WIDE)
-        narrow = _slots(chosen, table, tile + 2 * KEYS, end, KEYS, BLOCK_SIZE, SELECTED, NARROW)
+        slots = _slots(chosen, table, tile + 2 * KEYS, end, KEYS, BLOCK_SIZE, SELECTED, COPIES)
 
         keys = tile + columns
         visible = keys[None, :] <= last_key[:, None]

@@ -16,8 +16,10 @@ from atom_mla.kernels.triton_tiles import MASKED_SCORE
 __all__ = ["LEAST_TILES", "add_parts", "find_work", "leave_part"]
 
 LEAST_TILES = 4
-"""Least tiles of keys in a stretch."""
+"""Least tiles of keys in a stretch where the longest row has many; fewer where it has few, down to one."""
 _LEAST = tl.constexpr(LEAST_TILES)
+_TILES_OF_ONE = tl.constexpr(32)
+"""Tiles of the longest row for each tile of the least stretch: many parts take longer to add than they save."""
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _LEAST_TOTAL = tl.constexpr(1e-37)
 
@@ -38,7 +40,8 @@ def _cut(
     ends = tl.load(query_start_loc + rows + 1, mask=is_row, other=0)
     lens = tl.load(seq_lens + rows, mask=is_row & (ends > starts), other=0)
     tiles = tl.cdiv(lens, KEYS)
-    stretch = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), target), _LEAST)
+    least = tl.minimum(tl.maximum(tl.max(tiles, axis=0) // _TILES_OF_ONE, 1), _LEAST)
+    stretch = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), target), least)
     # A quarter of a stretch goes with the one before it.
     return tl.where(tiles > 0, tl.maximum((4 * tiles + 3 * stretch) // (4 * stretch), 1), 0)
 
