@@ -35,25 +35,24 @@ class Solved:
     """What the scan needs of every chunk, by its place.
 
     Attributes:
-        systems: [places, v_heads, tokens, tokens], T, in the inputs' dtype.
-        scores: [places, v_heads, tokens, tokens], decayed and causal products of queries and keys, likewise.
+        squares: [places, v_heads, 2, tokens, tokens], T and decayed, causal products of queries and keys, in the
+            inputs' dtype.
         factors: [places, v_heads, 4, tokens] float32, by token: decay since the chunk's start times the key's norm
             factor; decay until its end times the same; decay since the start times the query's norm factor and scale;
             decay of the whole chunk.
         num_k_heads: heads of queries and keys.
     """
 
-    systems: torch.Tensor
-    scores: torch.Tensor
+    squares: torch.Tensor
     factors: torch.Tensor
     num_k_heads: int
 
     @classmethod
     def empty(cls, qkv: torch.Tensor, places: int, v_heads: int, num_k_heads: int) -> Solved:
         """Make tensors for `places` chunks, with no particular content."""
-        square = (places, v_heads, CHUNK_TOKENS, CHUNK_TOKENS)
+        squares = qkv.new_empty((places, v_heads, 2, CHUNK_TOKENS, CHUNK_TOKENS))
         factors = qkv.new_empty((places, v_heads, 4, CHUNK_TOKENS), dtype=torch.float32)
-        return cls(qkv.new_empty(square), qkv.new_empty(square), factors, num_k_heads)
+        return cls(squares, factors, num_k_heads)
 
 
 def solve(
@@ -67,10 +66,10 @@ def solve(
     head_k: int,
     query_start_loc: torch.Tensor,
     num_rows: int,
-    places: range,
+    places: int,
     tiles: SystemTiles,
 ) -> None:
-    """Solve the triangular systems of some chunks.
+    """Solve the triangular systems of all chunks.
 
     Args:
         qkv: [num_tokens, channels], the last dimension contiguous.
@@ -79,27 +78,25 @@ def solve(
         a_log: [v_heads].
         dt_bias: [v_heads].
         beta_scale: factor of the update strength.
-        solved: of all chunks, written at the places.
+        solved: of all chunks, written.
         head_k: dimension of a key.
         query_start_loc: [num_rows + 1] int32.
         num_rows: rows.
-        places: of the chunks, see `triton_parts`.
+        places: of all chunks, see `triton_parts`.
         tiles: how to cut the work.
     """
     v_heads = a.shape[1]
     k_heads = solved.num_k_heads
-    _solve_chunks[(v_heads, len(places))](
+    _solve_chunks[(v_heads, places)](
         qkv,
         a,
         b,
         a_log,
         dt_bias,
-        solved.systems,
-        solved.scores,
+        solved.squares,
         solved.factors,
         query_start_loc,
         num_rows,
-        places.start,
         beta_scale,
         head_k**-0.5,
         qkv.stride(0),
@@ -118,19 +115,17 @@ def solve(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_place"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _solve_chunks(
     qkv: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
-    systems: tl.tensor,
-    scores: tl.tensor,
+    squares: tl.tensor,
     factors: tl.tensor,
     query_start_loc: tl.tensor,
     num_rows: tl.tensor,
-    first_place: tl.tensor,
     beta_scale: tl.tensor,
     query_scale: tl.tensor,
     qkv_stride: tl.tensor,
@@ -146,7 +141,7 @@ def _solve_chunks(
     PRECISION: tl.constexpr,
 ) -> None:
     v_head = tl.program_id(0)
-    place = first_place + tl.program_id(1)
+    place = tl.program_id(1)
     _, start, end, chunk = find_row(query_start_loc, place, num_rows, CHUNK, ROWS)
     begin = start + chunk * CHUNK
     if begin >= end:
@@ -191,8 +186,8 @@ def _solve_chunks(
     reads = tl.dot(query, columns, input_precision=PRECISION) * q_factor[:, None] * k_factor[None, :]
     reads *= between
     spot = (place.to(tl.int64) * (K_HEADS * GROUP) + v_head) * CHUNK
-    square = number[:, None] * CHUNK + number[None, :]
-    tl.store(scores + spot * CHUNK + square, reads.to(scores.dtype.element_ty))
+    square = squares + spot * (2 * CHUNK) + number[:, None] * CHUNK + number[None, :]
+    tl.store(square + CHUNK * CHUNK, reads.to(squares.dtype.element_ty))
 
     last = number == CHUNK - 1
     last_high = tl.sum(tl.where(last, high, 0.0), 0)
@@ -208,7 +203,7 @@ def _solve_chunks(
     gram *= (k_factor * -beta)[:, None] * k_factor[None, :]
     system = tl.where(number[:, None] > number[None, :], gram * between, 0.0)
     inverse = _inverse(system, CHUNK, LEVELS, PRECISION) * beta[None, :]
-    tl.store(systems + spot * CHUNK + square, inverse.to(systems.dtype.element_ty))
+    tl.store(square, inverse.to(squares.dtype.element_ty))
 
 
 @triton.jit

@@ -15,7 +15,6 @@ norms, decays and the scale of queries are factors per token, applied to rows of
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +27,6 @@ from atom_gdn.kernels.triton_parts import num_multiprocessors, num_places, unit_
 
 __all__ = ["ChunkTiles", "chunk_delta_rule"]
 
-_PARTS = 3
-"""Parts of a single row: while the states pass over one, the systems of the next are solved beside it."""
-_WORTHWHILE_CHUNKS = 192
-"""Fewer chunks are not cut into parts, which would cost more launches than they save."""
-
 
 @dataclass(frozen=True)
 class ChunkTiles:
@@ -41,12 +35,10 @@ class ChunkTiles:
     Attributes:
         systems: of the systems.
         scan: of the scan.
-        parts: that the chunks of a single row are cut into.
     """
 
     systems: SystemTiles = field(default_factory=SystemTiles)
     scan: ScanTiles | None = None
-    parts: int | None = None
 
 
 def chunk_delta_rule(
@@ -95,45 +87,5 @@ def chunk_delta_rule(
     places = num_places(num_tokens, num_rows, CHUNK_TOKENS)
     solved = Solved.empty(qkv, places, v_heads, k_heads)
 
-    programs = num_rows * v_heads * scan_tiles.cut(head_v)[1]
-    worthwhile = num_rows == 1 and places >= _WORTHWHILE_CHUNKS and 2 * programs <= multiprocessors
-    parts = tiles.parts or (_PARTS if worthwhile else 1)
-    carried = solved.factors if parts == 1 else qkv.new_empty((1, v_heads, head_v, head_k), dtype=torch.float32)
-    size = -(-places // parts)
-    side = _Side(qkv.device) if parts > 1 else None
-    for first in range(0, places, size):
-        chunks = range(first, min(first + size, places))
-        with side or nullcontext():
-            solve(
-                *(qkv, a, b, a_log, dt_bias, beta_scale, solved, head_k, query_start_loc, num_rows, chunks),
-                tiles.systems,
-            )
-        if side:
-            side.wait()
-        scan(
-            *(qkv, solved, recurrent_state, out, query_start_loc, state_read, state_write, num_rows, chunks, carried),
-            scan_tiles,
-        )
-
-
-class _Side:
-    """A second stream that starts behind what was launched so far; on the CPU nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._context: Any = None
-
-    def __enter__(self) -> None:
-        self._context = torch.cuda.stream(self._stream) if self._stream else nullcontext()
-        self._context.__enter__()
-
-    def __exit__(self, *failure: object) -> None:
-        self._context.__exit__(*failure)
-
-    def wait(self) -> None:
-        """Let the current stream wait for the second one."""
-        if self._stream:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+    solve(qkv, a, b, a_log, dt_bias, beta_scale, solved, head_k, query_start_loc, num_rows, places, tiles.systems)
+    scan(qkv, solved, recurrent_state, out, query_start_loc, state_read, state_write, num_rows, scan_tiles)

@@ -20,6 +20,7 @@ __all__ = [
     "gates",
     "num_multiprocessors",
     "num_places",
+    "on_hopper",
     "padded",
     "silu",
     "suits_bulk",
@@ -46,6 +47,13 @@ def num_places(num_tokens: int, num_rows: int, chunk_tokens: int) -> int:
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; the interpreter's CPU counts as one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether a device has the matrix units of compute capability 9."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def unit_inner_stride(tensor: torch.Tensor) -> torch.Tensor:
