@@ -18,6 +18,7 @@ from atom_mimo.kernels.triton_ring_write import ring_write
 from atom_mimo.ops import KERNELS, OPS
 
 ON_GPU = torch.cuda.is_available()
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 TOLERANCE = {op.name: op.tolerance for op in OPS}
@@ -74,8 +75,8 @@ def test_written_rings_are_the_reference_s(case, dtype):
 
 def test_signatures_are_the_ops():
     references = {op.name: op.reference for op in OPS}
-    kernels = [kernel for kernel in KERNELS if kernel.name == "triton"]
-    assert {kernel.op for kernel in kernels} == set(references)
+    kernels = [kernel for kernel in KERNELS if kernel.name in ("triton", "hopper")]
+    assert {kernel.op for kernel in kernels if kernel.name == "triton"} == set(references)
     for kernel in kernels:
         found, expected = load_function(kernel.function), load_function(references[kernel.op])
         assert list(inspect.signature(found).parameters) == list(inspect.signature(expected).parameters)
@@ -112,11 +113,11 @@ def full_size(rows, new, computed, num_slots=None):
     }
 
 
-def relative_error(inputs):
+def relative_error(inputs, kernel=triton_ring.ring_decode):
     wide = {name: inputs[name].float() for name in ("query", "key", "value", "ring_k", "ring_v")}
     wide["out"] = torch.zeros_like(inputs["out"], dtype=torch.float32)
     reference.ring_decode(**{**inputs, **wide})
-    triton_ring.ring_decode(**inputs)
+    kernel(**inputs)
     return float((inputs["out"].float() - wide["out"]).norm() / wide["out"].norm())
 
 
@@ -127,6 +128,55 @@ def test_full_size(rows, new, computed):
     assert relative_error(full_size(rows, new, computed)) < 8e-3
 
 
+WIDE = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 192, "v_head_dim": 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a device of compute capability 9")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([300, 3, 0, 70, 16], [21, 0, 5, 1000, 127], window=128, spare=1, before=3, after=5, **WIDE),
+        Case([50, 200], [0, 300], window=128, sinks=False, stateless=[1], **WIDE),
+        Case([150, 33], [40, 7], window=33, spare=3, **WIDE),
+        Case([33], [9], window=1, **WIDE),
+    ],
+    ids=["rows", "no-ring", "window-33", "window-1"],
+)
+def test_hopper_kernel(case, dtype):
+    """What was never written is NaN, in rings and behind the rows."""
+    from atom_mimo.kernels import gluon_ring
+
+    inputs = attention_case(case, DEVICE, dtype, seed=3)
+    start, end = (int(inputs["query_start_loc"][index]) for index in (0, -1))
+    for ring in ("ring_k", "ring_v"):
+        inputs[ring][inputs[ring] == 1e4] = torch.nan
+    for name in ("query", "key", "value"):
+        inputs[name][:start] = inputs[name][end:] = torch.nan
+    expected = copy.deepcopy(inputs)
+    reference.ring_prefill(**expected)
+    inputs["out"].fill_(torch.nan)
+    gluon_ring.ring_prefill(**inputs)
+    absolute, relative = TOLERANCE["mimo.ring_prefill"][name_of(dtype)]
+    torch.testing.assert_close(inputs["out"][start:end], expected["out"][start:end], atol=absolute, rtol=relative)
+    assert inputs["out"][:start].isnan().all()
+    assert inputs["out"][end:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a device of compute capability 9")
+@pytest.mark.parametrize(("rows", "new", "computed"), [(2, 1500, 300), (1, 4096, 0), (40, 1, 0), (3, 37, 100)])
+def test_hopper_kernel_at_full_size(rows, new, computed):
+    from atom_mimo.kernels import gluon_ring
+
+    inputs = full_size(rows, new, computed)
+    assert relative_error(inputs, gluon_ring.ring_prefill) < 8e-3
+    first = inputs["out"].clone()
+    gluon_ring.ring_prefill(**inputs)
+    assert torch.equal(first, inputs["out"])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 def test_rings_of_more_than_2_to_the_31_elements():
@@ -135,8 +185,17 @@ def test_rings_of_more_than_2_to_the_31_elements():
     small = {**inputs, "slots": torch.arange(4, device="cuda"), "out": inputs["out"].clone()}
     small |= {ring: inputs[ring][-4:].clone() for ring in ("ring_k", "ring_v")}
     arguments = {name for name in inputs} - {"query", "out", "scaling", "window", "sinks"}
+    kernels = [triton_ring.ring_decode]
+    if ON_HOPPER:
+        from atom_mimo.kernels import gluon_ring
+
+        kernels.append(gluon_ring.ring_prefill)
+    for kernel in kernels:
+        for sample in (small, inputs):
+            kernel(**sample)
+        assert torch.equal(small["out"], inputs["out"])
+        assert not small["out"].isnan().any()
     for sample in (small, inputs):
-        triton_ring.ring_decode(**sample)
         ring_write(**{name: sample[name] for name in arguments})
     assert not small["out"].isnan().any()
     for name in ("out", "ring_k", "ring_v"):

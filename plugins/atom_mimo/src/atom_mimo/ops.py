@@ -50,6 +50,24 @@ def _by_triton(device: torch.device, dtypes: Mapping[str, torch.dtype], facts: M
     return True if widest <= 256 else f"heads of {widest} are wider than 256"
 
 
+def _on_hopper(device: torch.device, dtypes: Mapping[str, torch.dtype], facts: Mapping[str, Any]) -> bool | str:
+    import torch
+
+    verdict = _by_triton(device, dtypes, facts)
+    if verdict is not True:
+        return verdict
+    if find_spec("triton.experimental.gluon") is None:
+        return "needs a triton with Gluon"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return "needs the matrix units of compute capability 9"
+    if dtypes["cache"].itemsize != 2:
+        return f"computes in 16 bit, the rings are of {dtypes['cache']}"
+    sizes, group = (facts["head_dim"], facts["v_head_dim"]), facts["num_heads"] // facts["num_kv_heads"]
+    if sizes != (192, 128) or group != 8:
+        return f"is written for 8 query heads of a key head and sizes of 192 and 128, not for {group} and {sizes}"
+    return True if facts["window"] <= 128 else f"keeps windows of up to 128 tokens, not of {facts['window']}"
+
+
 _TRITON = {"ring_decode": "triton_ring", "ring_prefill": "triton_ring", "ring_write": "triton_ring_write"}
 
 KERNELS: tuple[Kernel, ...] = tuple(
@@ -67,4 +85,14 @@ if find_spec("triton") is not None:
             capturable=True,
         )
         for name, module in _TRITON.items()
+    )
+    KERNELS += (
+        Kernel(
+            "mimo.ring_prefill",
+            "hopper",
+            "atom_mimo.kernels.gluon_ring:ring_prefill",
+            supports=_on_hopper,
+            priority=20,
+            capturable=True,
+        ),
     )
