@@ -5,7 +5,8 @@
 
 Every output is compared with the recurrence in float32, token by token. The floor is the bytes that an op must read and
 write over the copy bandwidth that is measured in the same run. Times are medians; short ones are replays of a graph, so
-that the host does not count, and take turns between several states where one would fit into the cache. What
+that the host does not count, and take turns between several states where one would fit into the cache. Chunks are timed
+as they are called, and, on the last lines, as graphs too, which leaves out the host for both sides. What
 flash-linear-attention computes is less than what the op does: its chunked function gets gates that are computed
 already, its recurrent kernel neither convolves nor updates states in place.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bars import Bars
 from torch import Tensor
 from torch.nn import functional
 
@@ -185,6 +187,17 @@ def graph_us(calls: list[Callable[[], object]]) -> float:
     return eager_us(graph.replay) / len(calls)
 
 
+def launches(call: Callable[[], object]) -> str:
+    """Names of the kernels that a call runs on the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return ", ".join(dict.fromkeys(name[:40] for name in names)) or "unknown"
+
+
 def copy_bandwidth() -> float:
     """Bytes per second, read plus written."""
     big = torch.randn(2**28, device=DEVICE)
@@ -242,8 +255,9 @@ def has_peer() -> bool:
     return True
 
 
-def report(name: str, ours: float, floor: float, wrong: float, note: str = "") -> None:
-    """Print a row."""
+def report(bars: Bars, name: str, ours: float, floor: float, wrong: float, note: str = "") -> None:
+    """Print a row, and add its share of the floor."""
+    bars.add(name, floor / ours)
     print(
         f"{name:34s} {ours:8.1f} us  floor {floor:7.1f}  {floor / ours:4.0%} of it  error {wrong:.1e}{note}", flush=True
     )
@@ -251,23 +265,25 @@ def report(name: str, ours: float, floor: float, wrong: float, note: str = "") -
 
 def prefill(bandwidth: float, peer: bool) -> None:
     """Convolution and chunks."""
+    bars = Bars("bytes read and written once, share of copy")
     for lengths in (*PREFILLS, RAGGED):
         shape = f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else "ragged"
         case = chunk_case(lengths)
         expected = expected_chunks(case)
         wrong = checked(triton_chunks.chunk_delta_rule, case, expected, "out", "recurrent_state")
-        us = eager_us(lambda case=case: triton_chunks.chunk_delta_rule(**case))
         moved = case["qkv"].nbytes + case["out"].nbytes + 2 * len(lengths) * STATE_NUMBERS * 4
-        note = ""
+        call, note = None, ""
         if peer and shape != "ragged":
-            call = peer_chunks(case)
+            call = peer_chunks(case)  # before ours is timed, which updates the states of the case
             out, state = call()
             theirs = {"out": out.view_as(expected["out"]), "recurrent_state": expected["recurrent_state"].clone()}
             theirs["recurrent_state"][case["state_read"]] = state.transpose(-1, -2)
+            note = f", error {error(theirs, expected, 'out', 'recurrent_state'):.1e}"
+        us = eager_us(lambda case=case: triton_chunks.chunk_delta_rule(**case))
+        if call is not None:
             peer_us = eager_us(call)
-            peer_error = error(theirs, expected, "out", "recurrent_state")
-            note = f"  fla {peer_us:.1f} us, error {peer_error:.1e}: ours is {peer_us / us:.2f}x faster"
-        report(f"chunk_delta_rule {shape}", us, moved / bandwidth * 1e6, wrong, note)
+            note = f"  fla {peer_us:.1f} us{note}: ours is {peer_us / us:.2f}x faster"
+        report(bars, f"chunk_delta_rule {shape}", us, moved / bandwidth * 1e6, wrong, note)
     for lengths in ([4096] * 4, RAGGED):
         case = conv_case(lengths)
         small = conv_case([67, 2, 130])
@@ -275,11 +291,29 @@ def prefill(bandwidth: float, peer: bool) -> None:
         reference.causal_conv(**expected)
         wrong = checked(triton_conv.causal_conv, small, expected, "out", "conv_state")
         us = eager_us(lambda case=case: triton_conv.causal_conv(**case))
-        report(f"causal_conv of {sum(lengths)} tokens", us, 2 * case["x"].nbytes / bandwidth * 1e6, wrong)
+        report(bars, f"causal_conv of {sum(lengths)} tokens", us, 2 * case["x"].nbytes / bandwidth * 1e6, wrong)
+    print(bars, flush=True)
+    for lengths in PREFILLS:
+        case = chunk_case(lengths)
+        ours = launches(lambda case=case: triton_chunks.chunk_delta_rule(**case))
+        print(f"kernels of {len(lengths)} x {lengths[0]}: {ours}", flush=True)
+
+
+def prefill_graphs() -> None:
+    """Chunks of both sides as replays of a graph."""
+    for lengths in PREFILLS:
+        case = chunk_case(lengths)
+        us, peer_us = (
+            graph_us([lambda case=case: triton_chunks.chunk_delta_rule(**case)]),
+            graph_us([peer_chunks(case)]),
+        )
+        name = f"chunk_delta_rule {len(lengths)} x {lengths[0]}, graphs"
+        print(f"{name:42s} {us:8.1f} us  fla {peer_us:.1f} us: ours is {peer_us / us:.2f}x faster", flush=True)
 
 
 def decode(bandwidth: float, peer: bool) -> None:
     """The whole decode update."""
+    bars = Bars("bytes read and written once, share of copy")
     for rows, tokens, state_dtype in DECODES:
         name = str(state_dtype).removeprefix("torch.")
         small = decode_case(min(rows, 8), tokens, state_dtype)
@@ -295,7 +329,8 @@ def decode(bandwidth: float, peer: bool) -> None:
             call = peer_recurrence(rows)
             graph, eager = graph_us([call]), eager_us(call)
             note += f"  fla's kernel alone {graph:.1f} us, called eagerly {eager:.1f}: {graph / us:.2f}x"
-        report(f"decode {rows} x {tokens}, {name} state", us, (state_bytes + rest) / bandwidth * 1e6, wrong, note)
+        report(bars, f"decode {rows} x {tokens}, {name} state", us, (state_bytes + rest) / bandwidth * 1e6, wrong, note)
+    print(bars, flush=True)
 
 
 if __name__ == "__main__":
@@ -307,3 +342,5 @@ if __name__ == "__main__":
     with_peer = has_peer()
     decode(device_bandwidth, with_peer)
     prefill(device_bandwidth, with_peer)
+    if with_peer:
+        prefill_graphs()

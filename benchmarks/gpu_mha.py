@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from bars import Bars
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,17 +138,20 @@ def median_seconds(call: Callable[[], object], repeats: int = 20) -> float:
 def interleaved_seconds(calls: dict[str, Callable[[], object]], repeats: int = 20) -> dict[str, float]:
     """Median seconds of each call as a graph, replayed in turn, so that all find the device equally warm.
 
-    Calls that raise RuntimeError are left out.
+    Calls that raise are left out, and a line says why.
     """
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, call in calls.items():
         try:
             call()
-        except RuntimeError:
+        except Exception as problem:
+            print(f"    {name}: {type(problem).__name__} {str(problem).splitlines()[0][:100]}", flush=True)
             continue
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
             call()
+    if not graphs:
+        return {}
     spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
     started = time.perf_counter()
     while time.perf_counter() - started < WARM_SECONDS or len(next(iter(spans.values()))) < repeats:
@@ -210,18 +215,45 @@ def torch_backends(**tensors: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-def show(name: str, seconds: float, floor: float, peers: dict[str, float], error: float, rate: str) -> None:
-    """Print one line: ours, its share of the limit, peers with their time over ours, the error."""
+def flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool = True, window: int | None = None
+) -> Callable[[], torch.Tensor]:
+    """A call of torch's FlexAttention, compiled as it comes; its block mask is made here.
+
+    Args:
+        query: [rows, heads, query_len, dim], the last tokens of each row.
+        key: [rows, key_heads, seq_len, dim].
+        value: [rows, key_heads, seq_len, value_dim].
+        causal: whether a query sees only keys up to itself; without, all of them.
+        window: how many keys a query sees, itself among them; all if `None`.
+    """
+    query_len, seq_len = query.shape[2], key.shape[2]
+    prefix = seq_len - query_len
+
+    def seen(row: Any, head: Any, token: Any, position: Any) -> Any:
+        distance = token + prefix - position
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+    mask = create_block_mask(seen, None, None, query_len, seq_len, device=query.device) if causal else None
+    torch._dynamo.reset()  # so many shapes pass the limit of compilations of one function
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return lambda: compiled(query, key, value, block_mask=mask, enable_gqa=True)
+
+
+def show(name: str, seconds: float, floor: float, peers: dict[str, float], error: float, rate: str) -> float:
+    """Print one line: ours, its share of the limit, peers with their time over ours, the error; returns the share."""
     others = "  ".join(f"{peer} {time * 1e6:.1f} us ({time / seconds:.2f}x ours)" for peer, time in peers.items())
     print(
         f"{name:44s} {seconds * 1e6:9.1f} us  {rate:14s} floor {floor * 1e6:8.1f} us, {floor / seconds:5.1%} of limit  "
         f"error {error:.1e}  {others or 'no peer'}",
         flush=True,
     )
+    return floor / seconds
 
 
 def decode(bandwidth: float) -> None:
     """Rows of one token, and of four, over the paged cache; peers read keys that are not paged."""
+    bars = Bars("decode: share of the limit")
     for rows, query_len, seq_len, shape in (
         (64, 1, 8192, {}), (256, 1, 2048, {}), (1, 1, 131072, {}), (8, 1, 16384, {}), (64, 1, 1024, {}),
         (8, 1, 1024, {}), (1, 1, 1024, {}), (64, 4, 4096, {}), (64, 1, 8192, {"window": 1024}),
@@ -238,17 +270,21 @@ def decode(bandwidth: float) -> None:
         share = min(1.0, shape.get("window", seq_len) / seq_len)
         moved = sum(tensor.nbytes for tensor in read) * share
         peers = {}
-        if not shape:
-            q = torch.randn(rows, 32, query_len, 128, device=CUDA, dtype=torch.bfloat16)
+        if query_len == 1 and (not shape or "window" in shape):
+            q = torch.randn(rows, 32, 1, 128, device=CUDA, dtype=torch.bfloat16)
             k, v = (torch.randn(rows, seq_len, 8, 128, device=CUDA, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
-            if query_len == 1:
-                peers = interleaved_seconds(torch_backends(query=q, key=k, value=v))
+            calls = {} if shape else torch_backends(query=q, key=k, value=v)
+            window = shape.get("window")
+            calls["flex"] = flex(q, k, v, causal=window is not None, window=window)
+            peers = interleaved_seconds(calls)
         name = f"decode {rows} x {query_len} of {seq_len} {shape or ''}"
-        show(name, seconds, moved / bandwidth, peers, error, f"{moved / seconds / 1e12:.2f} TB/s")
+        bars.add(name, show(name, seconds, moved / bandwidth, peers, error, f"{moved / seconds / 1e12:.2f} TB/s"))
+    print(bars, flush=True)
 
 
 def prefill(rate: float) -> None:
     """Chunks without and with a cached prefix."""
+    bars = Bars("prefill: share of the limit")
     for rows, new, dims in (
         (1, 8192, (128, 128)), (4, 2048, (128, 128)), (16, 512, (128, 128)), (1, 8300, (128, 128)),
         (1, 8192, (192, 128)), (1, 8192, (64, 64)),
@@ -259,12 +295,16 @@ def prefill(rate: float) -> None:
         kernels = {"cudnn op": torch_cudnn.prefill, "triton op": triton_prefill.prefill}
         errors = {name: relative_error(kernel, reference.prefill, inputs) for name, kernel in kernels.items()}
         ours = {name: lambda f=kernel, i=inputs: f(**i) for name, kernel in kernels.items()}
-        found = interleaved_seconds(ours | torch_backends(query=q, key=k, value=v, is_causal=True))
+        others = torch_backends(query=q, key=k, value=v, is_causal=True)
+        if dims == (128, 128):
+            others["flex"] = flex(q, k, v)
+        found = interleaved_seconds(ours | others)
         peers = {name: seconds for name, seconds in found.items() if name not in kernels}
         for name, error in errors.items():
             seconds = found[name]
             line = f"prefill, {name}, {rows} x {new} {dims}"
-            show(line, seconds, operations / rate, peers, error, f"{operations / seconds / 1e12:.0f} TFLOP/s")
+            share = show(line, seconds, operations / rate, peers, error, f"{operations / seconds / 1e12:.0f} TFLOP/s")
+            bars.add(line, share)
     for rows, new, prefix, shape in (
         (1, 8192, 4096, {}), (4, 512, 3584, {}), (64, 32, 1024, {}), (1, 4096, 4096, {"dims": (192, 128)}),
         (1, 4096, 4096, {"dims": (64, 64)}), (1, 4096, 4096, {"dims": (256, 256)}),
@@ -276,9 +316,11 @@ def prefill(rate: float) -> None:
         operations = rows * 2 * sum(dims) * 32 * pairs
         error = relative_error(triton_prefill.prefill_paged, reference.decode, inputs)
         calls = {"ours": lambda i=inputs: triton_prefill.prefill_paged(**i)}
-        if not shape:
+        if not shape or "window" in shape:
             q = inputs["query"].view(rows, new, 32, 128).transpose(1, 2)
             keys = inputs["k_cache"].view(rows, -1, 8, 128).transpose(1, 2)
+            calls["flex, keys not paged"] = flex(q, keys, keys, window=shape.get("window"))
+        if not shape:
             mask = causal_lower_right(new, prefix + new)
             # torch's lower-right mask takes as many key heads as query heads
             keys = keys.repeat_interleave(4, dim=1)
@@ -288,7 +330,9 @@ def prefill(rate: float) -> None:
         found = interleaved_seconds(calls)
         seconds = found.pop("ours")
         name = f"prefill_paged {rows} x {new} after {prefix} {shape or ''}"
-        show(name, seconds, operations / rate, found, error, f"{operations / seconds / 1e12:.0f} TFLOP/s")
+        share = show(name, seconds, operations / rate, found, error, f"{operations / seconds / 1e12:.0f} TFLOP/s")
+        bars.add(name, share)
+    print(bars, flush=True)
 
 
 def _named(dims: tuple[int, int]) -> tuple[tuple[str, int], ...]:
@@ -297,6 +341,7 @@ def _named(dims: tuple[int, int]) -> tuple[tuple[str, int], ...]:
 
 def write(bandwidth: float) -> None:
     """New keys and values into the cache; the floor counts reading and writing them once."""
+    bars = Bars("write: share of the limit")
     for num_tokens, float8 in ((64, False), (8192, False), (64, True), (8192, True)):
         inputs = paged_case(1, 1, 65536, float8=float8)
         key, value = (torch.randn(num_tokens, 8, 128, device=CUDA, dtype=torch.bfloat16) for _ in "kv")
@@ -313,7 +358,8 @@ def write(bandwidth: float) -> None:
             peers["torch index_copy_"] = graph_seconds([index] * 20)
         moved = 2 * key.nbytes + sum(c.nbytes for c in caches if c is not None) / 65536 * num_tokens
         name = f"write_kv {num_tokens} tokens{' float8' if float8 else ''}"
-        show(name, seconds, moved / bandwidth, peers, 0.0, f"{moved / seconds / 1e12:.2f} TB/s")
+        bars.add(name, show(name, seconds, moved / bandwidth, peers, 0.0, f"{moved / seconds / 1e12:.2f} TB/s"))
+    print(bars, flush=True)
 
 
 def main() -> None:

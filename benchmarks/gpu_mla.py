@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bars import Bars
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,6 +191,7 @@ def decode() -> None:
     """Absorbed decode against torch's products, the matrix rate and the read rate."""
     matrix, read = matrix_rate(), read_rate()
     print(f"matrix rate {matrix / 1e12:.0f} TFLOP/s, read rate {read / 1e12:.2f} TB/s")
+    bars = Bars("decode: share of the limit")
     print("heads  batch  context  block  kernel    ours ms  torch ms  floor ms  of matrix  of read  error")
     for heads, batch, context, block_size in SHAPES:
         rows = Rows([context] * batch, heads, block_size)
@@ -211,6 +213,8 @@ def decode() -> None:
             f"{flops / ms * 1e3 / matrix:10.1%} {size / ms * 1e3 / read:8.1%}  {worst(rows, found):.1e}",
             flush=True,
         )
+        bars.add(f"{heads} heads, {batch} x {context}, blocks of {block_size}, {kernel.name}", floor / ms)
+    print(bars, flush=True)
 
 
 def write() -> None:
@@ -291,7 +295,8 @@ def prefill() -> None:
 
     from atom_mla.kernels import torch_cudnn, triton_prefill, triton_prefix
 
-    heads, tokens = 128, 8192
+    heads, tokens, matrix = 128, 8192, matrix_rate()
+    bars = Bars("prefill: share of the matrix rate")
     query, key = (torch.randn(tokens, heads, 192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     value = torch.randn(tokens, heads, 128, device=DEVICE, dtype=torch.bfloat16)
     starts_host = np.array([0, tokens], dtype=np.int32)
@@ -327,6 +332,7 @@ def prefill() -> None:
         ms = median_ms(way, 7, capture=False)
         rate = flops / ms / 1e9
         print(f"prefill 1 x {tokens}, {name}: {ms:.3f} ms, {rate:.0f} TFLOP/s, error {wrong:.1e}", flush=True)
+        bars.add(f"1 x {tokens}, {name}", rate * 1e12 / matrix)
     for heads, chunk, prefix in ((128, 4096, 4096), (128, 4096, 28672), (16, 4096, 28672)):
         rows = Rows([chunk + prefix], heads)
         query = torch.randn(chunk, heads, 192, device=DEVICE, dtype=torch.bfloat16)
@@ -361,6 +367,8 @@ def prefill() -> None:
             f"error {wrong:.1e}",
             flush=True,
         )
+        bars.add(f"{chunk} over {prefix}, {heads} heads", flops / ms * 1e3 / matrix)
+    print(bars, flush=True)
 
 
 def sparse() -> None:

@@ -77,8 +77,14 @@ def start(llm: Any, batch: int, num_tokens: int, seed: int) -> None:
         engine.step()
 
 
-def step_times(llm: Any, batch: int, steps: int) -> dict[str, float]:
-    """Medians in milliseconds: the whole step, and its parts by the engine's own figures."""
+def step_times(llm: Any, batch: int, steps: int, replays: int = 0) -> dict[str, float]:
+    """Medians in milliseconds: the whole step, its parts by the engine's own figures, and its graph alone.
+
+    The graph is replayed while all requests are there, so that it reads what it reads in a step.
+
+    Raises:
+        RuntimeError: the caches did not hold all requests at once.
+    """
     engine = llm.engine
     start(llm, batch, steps + 16, seed=batch)
     for _ in range(6):
@@ -89,13 +95,17 @@ def step_times(llm: Any, batch: int, steps: int) -> dict[str, float]:
         engine.step()
         whole.append(time.perf_counter() - started)
         parts.append([engine.stats.last_step[f"{part}_seconds"] for part in ("schedule", "run", "finish")])
+    replay = replay_ms(llm, batch, replays) if replays else None
     while engine.has_work:
         engine.step()
+    if llm.stats()["num_preemptions"]:
+        raise RuntimeError(f"the caches do not hold {batch} requests; give more --cache-memory")
     names = ("schedule", "run", "finish")
     medians = {
         name: statistics.median(column) * 1e3 for name, column in zip(names, zip(*parts, strict=True), strict=True)
     }
-    return {"whole": statistics.median(whole) * 1e3, **medians}
+    found = {"whole": statistics.median(whole) * 1e3, **medians}
+    return found if replay is None else {**found, "replay": replay}
 
 
 def floor_ms(llm: Any, batch: int, bandwidth: float) -> float:
@@ -139,26 +149,6 @@ def read_bandwidth() -> float:
     return 2 * source.numel() / statistics.median(times)
 
 
-def generate_ms(config: Any, steps: int) -> float:
-    """Milliseconds a token of transformers' `generate` at batch 1."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    ids = torch.randint(0, config.vocab_size, (1, CONTEXT), device="cuda")
-    spans = []
-    with torch.inference_mode():
-        for count in (4, 4 + steps):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            model.generate(
-                ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids)
-            )
-            torch.cuda.synchronize()
-            spans.append(time.perf_counter() - started)
-    return (spans[1] - spans[0]) / steps * 1e3
-
-
 def replay_ms(llm: Any, batch: int, steps: int) -> float | None:
     """Median milliseconds of replaying the graph of this batch alone, one after another; `None` without graphs."""
     graphs = llm.engine.runner._graphs
@@ -166,6 +156,7 @@ def replay_ms(llm: Any, batch: int, steps: int) -> float | None:
         return None
     shape = next(shape for shape in reversed(graphs.shapes) if shape.num_seqs >= batch and shape.tokens_per_seq == 1)
     graph = graphs._captured[shape].graph
+    torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     for mark in marks:
         mark.record()
@@ -177,8 +168,8 @@ def replay_ms(llm: Any, batch: int, steps: int) -> float | None:
 def profile_steps(llm: Any, batch: int, steps: int) -> list[str]:
     """Where the device's time between the first and the last of some decode steps goes; one line each.
 
-    A step begins with the upload of its arrays. The device is idle between steps from the last kernel before an upload
-    to the first kernel behind it, uploads and copies of tokens not counted as idle.
+    A step begins with the upload of its arrays. Kernels of one graph follow each other within 2 us, so that every
+    longer time in which the device does nothing, not even a copy, is counted as idle between steps.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -195,14 +186,18 @@ def profile_steps(llm: Any, batch: int, steps: int) -> list[str]:
         engine.step()
     events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda event: event.time_range.start)
-    gaps, end, waits = [], events[0].time_range.start, []
+    gaps, end, idle, begins = [], events[0].time_range.start, [], []
     for event in events:
         gap = max(0.0, event.time_range.start - end)
         gaps.append(gap)
         if "Memcpy HtoD" in event.name:
-            waits.append(gap)
+            begins.append(event.time_range.start)
+            idle.append(0.0)
+        if gap >= 2 and idle:
+            idle[-1] += gap
         end = max(end, event.time_range.end)
     span = end - events[0].time_range.start
+    length = statistics.median(last - first for first, last in pairwise(begins))
     sizes = ((0, 2), (2, 5), (5, 20), (20, 1e9))
     by_size = ", ".join(
         f"{sum(low <= gap < high for gap in gaps) / steps:.0f} of {low:g} to {high:g} us: "
@@ -214,8 +209,8 @@ def profile_steps(llm: Any, batch: int, steps: int) -> list[str]:
         totals.setdefault(event.name, []).append(event.time_range.elapsed_us())
     rows = sorted(totals.items(), key=lambda item: -sum(item[1]))[:18]
     return [
-        f"idle between steps {sum(waits) / span:.1%} (median {statistics.median(waits):.0f} us), "
-        f"all gaps {sum(gaps) / span:.1%} of {span / steps / 1e3:.2f} ms a step",
+        f"idle between steps: median {statistics.median(idle):.0f} us, {statistics.median(idle) / length:.1%} of the "
+        f"median step of {length / 1e3:.2f} ms while profiled; mean {sum(idle) / span:.1%}; {len(begins)} steps",
         f"gaps of a step: {by_size}",
         *(f"{sum(us) / steps:9.1f} us {len(us) / steps:7.1f} x  {name[:90]}" for name, us in rows),
     ]
@@ -231,14 +226,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--cache-memory", default="16GiB")
-    parser.add_argument("--generate", action="store_true")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches to profile")
     options = parser.parse_args()
     import logging
 
+    from bars import Bars
+
     logging.basicConfig(level=logging.INFO, format="   %(message)s")
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
+    bars = Bars("step: share of the floor")
     for name in options.models:
         config = configs()[name]
         if options.layers:
@@ -257,13 +254,12 @@ def main() -> None:
             )
             print(f"{name}, {mode}: started in {time.perf_counter() - began:.1f} s", flush=True)
             for batch in options.batches:
-                times = step_times(llm, batch, options.steps)
+                times = step_times(llm, batch, options.steps, replays=20)
                 floor = floor_ms(llm, batch, bandwidth)
-                replay = replay_ms(llm, batch, 20)
+                bars.add(f"{name}, {mode}, batch {batch}", floor / times["whole"])
                 parts = ", ".join(f"{part} {ms:.2f}" for part, ms in times.items() if part != "whole")
                 print(
-                    f"{name}, {mode}, batch {batch}: {times['whole']:.2f} ms ({parts}); replay "
-                    f"{'none' if replay is None else format(replay, '.2f')}, floor {floor:.2f}, "
+                    f"{name}, {mode}, batch {batch}: {times['whole']:.2f} ms ({parts}); floor {floor:.2f}, "
                     f"ratio {times['whole'] / floor:.2f}",
                     flush=True,
                 )
@@ -273,8 +269,7 @@ def main() -> None:
             del llm
             gc.collect()
             torch.cuda.empty_cache()
-        if options.generate:
-            print(f"{name}: transformers generate {generate_ms(config, 24):.2f} ms a token at batch 1", flush=True)
+    print(bars)
 
 
 if __name__ == "__main__":
