@@ -31,7 +31,7 @@ class PreparedLinear(nn.Module):
         weight = linear.weight.detach().to(self._compute_dtype).contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         self._packed_bias = None if linear.bias is None else linear.bias.detach().to(self._compute_dtype)
-        self._original = None if self._dtype is torch.float32 else linear
+        self._original = None if self._compute_dtype is self._dtype else linear
 
     @property
     def weight(self) -> Tensor:
