@@ -121,6 +121,17 @@ def test_decode_equals_single_tokens_in_either_state(num_tokens, state_dtype):
         torch.testing.assert_close(at_once[name], single[name], atol=atol, rtol=atol, equal_nan=True)
 
 
+@pytest.mark.parametrize(("length", "parts"), [(256, (1, 1)), (300, (1, 3, 1)), (256, (1, 1, 1, 2)), (140, (1, 2))])
+def test_a_row_in_parts(length, parts):
+    """Parts hand their states on, also where the last part begins past the row's end."""
+    from atom_gdn.kernels.triton_chunks import ChunkTiles, chunk_delta_rule
+
+    case = make_case("chunk_delta_rule", [length], device=DEVICE, seed=8)
+    found = copy_of(case)
+    chunk_delta_rule(**found, tiles=ChunkTiles(parts=parts))
+    assert_alike("chunk_delta_rule", found, run("chunk_delta_rule", case, "reference"), 2e-5, 2e-5)
+
+
 def test_views_with_wider_rows():
     """Inputs may be parts of a wider projection."""
     case = make_case("decode", [1, 1, 1], device=DEVICE)

@@ -37,9 +37,11 @@ def scan(
     state_read: torch.Tensor,
     state_write: torch.Tensor,
     num_rows: int,
+    chunks: range,
+    carried: torch.Tensor,
     rows: int,
 ) -> None:
-    """Carry the states over the chunks of every row; for heads of whole tiles that the copy engine can address.
+    """Carry the states over chunks of every row; for heads of whole tiles that the copy engine can address.
 
     Args:
         qkv: as in `triton_chunk_scan.scan`, of 16 bit.
@@ -50,6 +52,8 @@ def scan(
         state_read: as there.
         state_write: as there.
         num_rows: as there.
+        chunks: as there.
+        carried: as there.
         rows: of a head's state in a program, 64 or 128.
     """
     v_heads, head_v, head_k = recurrent_state.shape[1:]
@@ -66,9 +70,12 @@ def scan(
             solved.factors.view(-1, 4 * CHUNK_TOKENS), [1, 4 * CHUNK_TOKENS], gl.NVMMASharedLayout(0, 32, 2)
         ),
         recurrent_state,
+        carried,
         query_start_loc,
         state_read,
         state_write,
+        chunks.start,
+        chunks.stop,
         qkv.stride(0),
         recurrent_state.stride(0),
         out.stride(0),
@@ -89,7 +96,7 @@ def _tiles(tensor: torch.Tensor, shape: list[int], dtype: gl.dtype) -> TensorDes
     return TensorDescriptor.from_tensor(tensor, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["first_chunk", "last_chunk"])
 def _scan_rows(
     qkv: tl.tensor,
     out: tl.tensor,
@@ -98,9 +105,12 @@ def _scan_rows(
     out_tiles: tl.tensor,
     factors: tl.tensor,
     recurrent_state: tl.tensor,
+    carried: tl.tensor,
     query_start_loc: tl.tensor,
     state_read: tl.tensor,
     state_write: tl.tensor,
+    first_chunk: tl.tensor,
+    last_chunk: tl.tensor,
     qkv_stride: tl.tensor,
     slot_stride: tl.tensor,
     out_stride: tl.tensor,
@@ -125,7 +135,8 @@ def _scan_rows(
     first_row = gl.program_id(0) % TILES * ROWS
     head = v_head // (V_HEADS // K_HEADS)
     spot = ((start - first) // CHUNK + row) * V_HEADS + v_head
-    num_chunks = gl.cdiv(num_tokens, CHUNK)
+    # Chunks, the last of which may be no whole one.
+    stop = gl.minimum(gl.cdiv(num_tokens, CHUNK), last_chunk)
 
     queries = gl.allocate_shared_memory(DTYPE, [STAGES, CHUNK, HEAD_K], qkv_tiles.layout)
     keys = gl.allocate_shared_memory(DTYPE, [STAGES, CHUNK, HEAD_K], qkv_tiles.layout)
@@ -147,15 +158,16 @@ def _scan_rows(
                 _compute,
                 (
                     queries, keys, values, systems, scores, own_factors, results, full, empty, out, out_tiles,
-                    recurrent_state, state_read, state_write, row, start, num_tokens, num_chunks, v_head, first_row,
-                    slot_stride, out_stride, HEAD_K, HEAD_V, ROWS, CHUNK, STAGES,
+                    recurrent_state, carried, state_read, state_write, row, start, num_tokens, first_chunk, stop,
+                    last_chunk, v_head, first_row, slot_stride, out_stride, V_HEADS, HEAD_K, HEAD_V, ROWS, CHUNK,
+                    STAGES,
                 ),
             ),
             (
                 _copy,
                 (
                     queries, keys, values, systems, scores, own_factors, full, empty, qkv_tiles, squares, factors,
-                    start, spot, num_chunks, q_column, v_column, K_HEADS, V_HEADS, HEAD_K, ROWS, CHUNK, STAGES,
+                    start, spot, first_chunk, stop, q_column, v_column, K_HEADS, V_HEADS, HEAD_K, ROWS, CHUNK, STAGES,
                 ),
             ),
         ],
@@ -179,7 +191,8 @@ def _copy(
     factors: tl.tensor,
     start: tl.tensor,
     spot: tl.tensor,
-    num_chunks: tl.tensor,
+    first_chunk: tl.tensor,
+    stop: tl.tensor,
     q_column: tl.tensor,
     v_column: tl.tensor,
     K_HEADS: gl.constexpr,
@@ -191,9 +204,9 @@ def _copy(
 ) -> None:
     NUMBERS: gl.constexpr = CHUNK * (2 * HEAD_K + ROWS + 2 * CHUNK)
     WIDTH: gl.constexpr = queries.dtype.primitive_bitwidth // 8
-    stage = start * 0
-    phase = start * 0
-    for chunk in range(num_chunks):
+    stage = first_chunk * 0
+    phase = first_chunk * 0
+    for chunk in range(first_chunk, stop):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
         token = start + chunk * CHUNK
@@ -235,16 +248,20 @@ def _compute(
     out: tl.tensor,
     out_tiles: tl.tensor,
     recurrent_state: tl.tensor,
+    carried: tl.tensor,
     state_read: tl.tensor,
     state_write: tl.tensor,
     row: tl.tensor,
     start: tl.tensor,
     num_tokens: tl.tensor,
-    num_chunks: tl.tensor,
+    first_chunk: tl.tensor,
+    stop: tl.tensor,
+    last_chunk: tl.tensor,
     v_head: tl.tensor,
     first_row: tl.tensor,
     slot_stride: tl.tensor,
     out_stride: tl.tensor,
+    V_HEADS: gl.constexpr,
     HEAD_K: gl.constexpr,
     HEAD_V: gl.constexpr,
     ROWS: gl.constexpr,
@@ -263,15 +280,18 @@ def _compute(
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, STATE))
     columns = gl.arange(0, HEAD_K, gl.SliceLayout(0, STATE))
     offsets = (v_head * HEAD_V + rows)[:, None] * HEAD_K + columns[None, :]
+    handed = carried + row.to(gl.int64) * (V_HEADS * HEAD_V * HEAD_K)
     slot = gl.load(state_read + row).to(gl.int64)
     state = gl.full([ROWS, HEAD_K], 0.0, gl.float32, STATE)
-    if slot >= 0:
+    if first_chunk > 0:
+        state = gl.load(handed + offsets)
+    elif slot >= 0:
         state = gl.load(recurrent_state + slot * slot_stride + offsets).to(gl.float32)
     nothing = gl.full([ROWS, CHUNK], 0.0, gl.float32, TOKENS)
-    stage = start * 0
-    phase = start * 0
-    place = start * 0
-    for chunk in range(num_chunks):
+    stage = first_chunk * 0
+    phase = first_chunk * 0
+    place = first_chunk * 0
+    for chunk in range(first_chunk, stop):
         mbarrier.wait(full.index(stage), phase)
         key = keys.index(stage)
         system = systems.index(stage).permute((1, 0))
@@ -322,9 +342,13 @@ def _compute(
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
     tma.store_wait(0)
-    target = gl.load(state_write + start + num_tokens - 1).to(gl.int64)
-    if target >= 0:
-        gl.store(recurrent_state + target * slot_stride + offsets, state.to(recurrent_state.dtype.element_ty))
+    num_chunks = gl.cdiv(num_tokens, CHUNK)
+    if last_chunk < num_chunks:
+        gl.store(handed + offsets, state)
+    elif first_chunk < num_chunks:
+        target = gl.load(state_write + start + num_tokens - 1).to(gl.int64)
+        new = recurrent_state + gl.maximum(target, 0) * slot_stride + offsets
+        gl.store(new, state.to(recurrent_state.dtype.element_ty), mask=(target >= 0) & (columns >= 0)[None, :])
 
 
 @gluon.jit

@@ -69,9 +69,11 @@ def scan(
     state_read: torch.Tensor,
     state_write: torch.Tensor,
     num_rows: int,
+    chunks: range,
+    carried: torch.Tensor,
     tiles: ScanTiles,
 ) -> None:
-    """Carry the states over the chunks of every row and write the outputs.
+    """Carry the states over chunks of every row and write the outputs.
 
     Args:
         qkv: [num_tokens, channels], the last dimension contiguous.
@@ -82,6 +84,9 @@ def scan(
         state_read: [num_rows] int64, -1 for zeros.
         state_write: [num_tokens] int64, the entry of a row's last token counts; -1 for none.
         num_rows: rows.
+        chunks: of a row, by number; they may reach past its end.
+        carried: [num_rows, v_heads, head_v, head_k] float32, the states in front of `chunks` if these are not the
+            first, written behind them if these are not the last.
         tiles: how to cut the work.
     """
     v_heads, head_v, head_k = recurrent_state.shape[1:]
@@ -93,7 +98,8 @@ def scan(
         from atom_gdn.kernels import gluon_chunk_scan
 
         gluon_chunk_scan.scan(
-            qkv, solved, recurrent_state, out, query_start_loc, state_read, state_write, num_rows, rows
+            *(qkv, solved, recurrent_state, out, query_start_loc, state_read, state_write, num_rows, chunks, carried),
+            rows,
         )
         return
     _scan_rows[(v_tiles * v_heads, num_rows)](
@@ -106,9 +112,12 @@ def scan(
         TensorDescriptor.from_tensor(solved.factors.view(-1, CHUNK_TOKENS), [1, CHUNK_TOKENS]),
         solved.factors,
         recurrent_state,
+        carried,
         query_start_loc,
         state_read,
         state_write,
+        chunks.start,
+        chunks.stop,
         qkv.stride(0),
         recurrent_state.stride(0),
         out.stride(0),
@@ -127,7 +136,7 @@ def scan(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk", "last_chunk"])
 def _scan_rows(
     qkv: tl.tensor,
     out: tl.tensor,
@@ -138,9 +147,12 @@ def _scan_rows(
     factors: tl.tensor,
     decays: tl.tensor,
     recurrent_state: tl.tensor,
+    carried: tl.tensor,
     query_start_loc: tl.tensor,
     state_read: tl.tensor,
     state_write: tl.tensor,
+    first_chunk: tl.tensor,
+    last_chunk: tl.tensor,
     qkv_stride: tl.tensor,
     slot_stride: tl.tensor,
     out_stride: tl.tensor,
@@ -172,16 +184,20 @@ def _scan_rows(
     offsets = (v_head * HEAD_V + rows)[:, None] * HEAD_K + keys[None, :]
     slot = tl.load(state_read + row).to(tl.int64)
     old = recurrent_state + tl.maximum(slot, 0) * slot_stride + offsets
-    state = tl.load(old, mask=in_state & (slot >= 0), other=0.0).to(tl.float32)
+    state = tl.load(old, mask=in_state & (slot >= 0) & (first_chunk == 0), other=0.0).to(tl.float32)
+    handed = carried + row.to(tl.int64) * (V_HEADS * HEAD_V * HEAD_K) + offsets
+    state += tl.load(handed, mask=in_state & (first_chunk > 0), other=0.0)
 
     head = v_head // (V_HEADS // K_HEADS)
     v_column = 2 * K_HEADS * HEAD_K + v_head * HEAD_V
     spot = ((start - first) // CHUNK + row) * V_HEADS + v_head
     num_chunks = tl.cdiv(num_tokens, CHUNK)
-    others = 0
+    stop = tl.minimum(num_chunks, last_chunk)
+    others = first_chunk
     if BULK:
-        others = num_tokens // CHUNK
-        for chunk in tl.range(0, others, num_stages=STAGES):
+        whole = tl.minimum(num_tokens // CHUNK, last_chunk)
+        others = tl.maximum(whole, first_chunk)
+        for chunk in tl.range(first_chunk, whole, num_stages=STAGES):
             token = start + chunk * CHUNK
             own = spot + chunk * V_HEADS
             query = qk_tiles.load([token, head * HEAD_K])
@@ -196,7 +212,7 @@ def _scan_rows(
     chunk_tokens = tl.full([], CHUNK, tl.int64)
     inputs = qkv + start.to(tl.int64) * qkv_stride
     results = out + start.to(tl.int64) * out_stride
-    for chunk in tl.range(others, num_chunks, num_stages=1):
+    for chunk in tl.range(others, stop, num_stages=1):
         own = spot + chunk * V_HEADS
         valid = number < num_tokens - chunk * CHUNK
         moved = inputs + chunk * chunk_tokens * qkv_stride + (number * qkv_stride)[:, None]
@@ -211,9 +227,11 @@ def _scan_rows(
         moved_out = results + chunk * chunk_tokens * out_stride + (number * out_stride)[:, None]
         places = moved_out + (v_head * HEAD_V + rows)[None, :]
         tl.store(places, tl.trans(attended).to(out.dtype.element_ty), mask=in_values)
+    tl.store(handed, state, mask=in_state & (last_chunk < num_chunks))
     target = tl.load(state_write + start + num_tokens - 1).to(tl.int64)
     new = recurrent_state + tl.maximum(target, 0) * slot_stride + offsets
-    tl.store(new, state.to(recurrent_state.dtype.element_ty), mask=in_state & (target >= 0))
+    written = in_state & (target >= 0) & (last_chunk >= num_chunks) & (first_chunk < num_chunks)
+    tl.store(new, state.to(recurrent_state.dtype.element_ty), mask=written)
 
 
 @triton.jit

@@ -66,10 +66,10 @@ def solve(
     head_k: int,
     query_start_loc: torch.Tensor,
     num_rows: int,
-    places: int,
+    places: range,
     tiles: SystemTiles,
 ) -> None:
-    """Solve the triangular systems of all chunks.
+    """Solve the triangular systems of some chunks.
 
     Args:
         qkv: [num_tokens, channels], the last dimension contiguous.
@@ -78,16 +78,16 @@ def solve(
         a_log: [v_heads].
         dt_bias: [v_heads].
         beta_scale: factor of the update strength.
-        solved: of all chunks, written.
+        solved: of all chunks, written at the places.
         head_k: dimension of a key.
         query_start_loc: [num_rows + 1] int32.
         num_rows: rows.
-        places: of all chunks, see `triton_parts`.
+        places: of the chunks, see `triton_parts`.
         tiles: how to cut the work.
     """
     v_heads = a.shape[1]
     k_heads = solved.num_k_heads
-    _solve_chunks[(v_heads, places)](
+    _solve_chunks[(v_heads, len(places))](
         qkv,
         a,
         b,
@@ -97,6 +97,7 @@ def solve(
         solved.factors,
         query_start_loc,
         num_rows,
+        places.start,
         beta_scale,
         head_k**-0.5,
         qkv.stride(0),
@@ -115,7 +116,7 @@ def solve(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first_place"])
 def _solve_chunks(
     qkv: tl.tensor,
     a: tl.tensor,
@@ -126,6 +127,7 @@ def _solve_chunks(
     factors: tl.tensor,
     query_start_loc: tl.tensor,
     num_rows: tl.tensor,
+    first_place: tl.tensor,
     beta_scale: tl.tensor,
     query_scale: tl.tensor,
     qkv_stride: tl.tensor,
@@ -141,7 +143,7 @@ def _solve_chunks(
     PRECISION: tl.constexpr,
 ) -> None:
     v_head = tl.program_id(0)
-    place = tl.program_id(1)
+    place = first_place + tl.program_id(1)
     _, start, end, chunk = find_row(query_start_loc, place, num_rows, CHUNK, ROWS)
     begin = start + chunk * CHUNK
     if begin >= end:
