@@ -2,7 +2,7 @@
 
 With n-gram drafting each sequence's text repeats itself, so that every step verifies drafts and keeps them all, which
 costs most; `random` text is looked up, and nothing is found. Contexts differ by up to a block, so that in every step
-some sequences fill one.
+some sequences fill one. The last lines are the engine's whole step around a stub that only says which token comes next.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import random
 import statistics
 import time
 
+import numpy as np
 import torch
+from transformers import LlamaConfig
 
+from atom_core import LLM
 from atom_core.cache.block_manager import BlockManager
 from atom_core.cache.config import CacheConfig
-from atom_core.engine.batch_builder import BatchBuilder, StateLayout
+from atom_core.engine.batch_builder import BatchBuilder, StateLayout, StepInputs
 from atom_core.engine.ngram import NgramDrafter
 from atom_core.engine.sampling import SamplingParams
 from atom_core.engine.scheduler import Scheduler, SchedulerLimits
@@ -123,6 +126,46 @@ def lookup_milliseconds(num_tokens: int, stateful: bool, repeats: int) -> float:
     return statistics.median(times)
 
 
+def engine_milliseconds(num_seqs: int, num_drafts: int, num_steps: int) -> float:
+    """Median time of the engine's step, its forward replaced by one that gives logits at once; greedy, no tokenizer."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    options = {"speculation": "ngram", "num_spec_tokens": num_drafts} if num_drafts else {}
+    num_tokens = (1 + num_drafts) * (num_steps + 20)
+    llm = LLM(
+        config,
+        random_weights=0,
+        skip_tokenizer=True,
+        device="cpu",
+        cache_memory="1GiB",
+        max_model_len=num_tokens + 64,
+        max_num_seqs=num_seqs,
+        **options,
+    )
+
+    def forward(inputs: StepInputs, metadata: object, indices: np.ndarray | None = None) -> torch.Tensor:
+        tokens = inputs.input_ids[0]
+        chosen = tokens if indices is None or len(indices) == len(tokens) else tokens[torch.from_numpy(indices)]
+        logits = torch.zeros(len(chosen), config.vocab_size)
+        logits[torch.arange(len(chosen)), (chosen * 7 + 3) % 60] = 1
+        return logits
+
+    llm.engine.runner._forward = forward
+    numbers = random.Random(0)
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    for index in range(num_seqs):
+        llm.engine.add_request([numbers.randrange(128) for _ in range(20 + index % BLOCK_SIZE)], params)
+    times = []
+    for _ in range(num_steps + 15):
+        begun = time.thread_time()
+        llm.engine.step()
+        times.append((time.thread_time() - begun) * 1e3)
+    found = llm.engine.stats.last_step["num_generated_tokens"]
+    assert found == num_seqs * (1 + num_drafts), f"a step gave {found} tokens"
+    return statistics.median(times[15:])
+
+
 def _text(index: int, length: int, ngram: str) -> list[int]:
     if ngram == "random":
         numbers = random.Random(index)
@@ -144,15 +187,19 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--apart", action="store_true", help="one kind after the other, not in turns step by step")
     arguments = parser.parse_args()
-    print(f"{arguments.num_seqs} running decodes, medians in ms; the kinds take turns, step by step")
+    how = "one kind after the other" if arguments.apart else "the kinds take turns, step by step"
+    print(f"{arguments.num_seqs} running decodes, medians in ms; {how}")
     print(f"{'context':>8} {'state':>6} {'n-gram':>8}" + "".join(f"{name:>10}" for name in PARTS))
     for context in arguments.contexts:
         kinds = ((False, "off"), (True, "off"), (True, "random"), (True, "repeats"))
         cases = [Case(arguments.num_seqs, context, arguments.steps, *kind) for kind in kinds]
-        for _ in range(arguments.steps):
-            for case in cases:
-                case.step()
+        together = [[case] for case in cases] if arguments.apart else [cases]
+        for group in together:
+            for _ in range(arguments.steps):
+                for case in group:
+                    case.step()
         for case in cases:
             stateful, ngram = case.name
             medians = (statistics.median(case.times[name][2:]) for name in PARTS)
@@ -162,6 +209,9 @@ def main() -> None:
     for stateful in (False, True):
         found_in = lookup_milliseconds(131_072, stateful, repeats=9)
         print(f"hit lookup of 131,072 tokens{' and a checkpoint' if stateful else ''}: {found_in:.1f} ms")
+    for num_drafts in (0, NUM_DRAFTS):
+        step = engine_milliseconds(arguments.num_seqs, num_drafts, arguments.steps)
+        print(f"the engine's whole step without a model, {num_drafts} drafts a row: {step:.1f} ms")
 
 
 if __name__ == "__main__":
