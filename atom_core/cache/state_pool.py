@@ -42,14 +42,6 @@ class StatePool:
         self._pins: dict[int, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()  # published and unpinned, least recently used first
 
-    def group_slot(self, group: int, slots_per_req: int) -> int:
-        """First of a group's slots in the state tensors of a plugin with this many slots per request."""
-        return group * slots_per_req
-
-    def checkpoint_slot(self, checkpoint_id: int, slots_per_req: int) -> int:
-        """A checkpoint's slot in the state tensors of a plugin with this many slots per request."""
-        return self.num_groups * slots_per_req + checkpoint_id
-
     def lease(self) -> int:
         """Take a free group.
 

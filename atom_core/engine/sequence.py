@@ -149,11 +149,6 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def last_token_id(self) -> int:
-        """The last known token."""
-        return int(self._buffer[self.num_tokens - 1])
-
-    @property
     def is_prefilling(self) -> bool:
         """Whether known tokens are still to be computed before decoding goes on."""
         return self.num_computed_tokens < self.prefill_target

@@ -55,13 +55,6 @@ def test_groups_are_each_leased_once():
     pool.check()
 
 
-def test_slots_of_groups_and_checkpoints_do_not_overlap():
-    pool = StatePool(num_groups=3, num_checkpoints=2)
-    slots = [pool.group_slot(group, 5) + offset for group in range(3) for offset in range(5)]
-    slots += [pool.checkpoint_slot(checkpoint_id, 5) for checkpoint_id in range(2)]
-    assert slots == list(range(17))
-
-
 def test_longest_published_checkpoint_is_found():
     pool = StatePool(1, 3)
     written = {key: pool.reserve_checkpoint(key) for key in ("ab", "abcd")}

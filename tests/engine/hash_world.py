@@ -262,7 +262,7 @@ class World:
             value = extend(value, token)
         assert seq.status is SequenceStatus.FINISHED
         assert seq.stop_token_ids.isdisjoint(seq.output_token_ids[:-1]), "tokens behind the end of sequence"
-        ended = seq.last_token_id in seq.stop_token_ids
+        ended = int(seq.token_ids[-1]) in seq.stop_token_ids
         assert seq.finish_reason == ("stop" if ended else "length")
         assert ended or seq.num_tokens == seq.max_num_tokens
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 from v4_models import MODELS, Poisoner, build_model, greedy, make_llm, make_prompts, stock_generate, tokens
 
@@ -77,7 +78,9 @@ def test_bfloat16_stays_near_transformers(tmp_path):
     try:
         with torch.no_grad():
             logprobs = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
-    except RuntimeError as error:  # 5.17 mixes the dtypes of its own parts
+    except RuntimeError as error:  # 5.17 mixes the dtypes of its own parts; what CI has does not
+        if Version(transformers.__version__) >= Version("5.24"):
+            raise
         pytest.skip(f"transformers {transformers.__version__} cannot run this model in bfloat16: {error}")
     wanted = logprobs[range(59), prompt[1:]].exp()
     llm = LLM(

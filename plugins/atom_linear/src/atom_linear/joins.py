@@ -14,12 +14,10 @@ from torch import fx
 from torch.nn import functional
 
 from atom_linear.kernels import triton_row
-from atom_linear.norm_joins import join_norms
+from atom_linear.norm_joins import PRODUCTS, SUMS, join_norms
 
 __all__ = ["join_rows"]
 
-_SUMS = (operator.add, torch.add)
-_PRODUCTS = (operator.mul, torch.mul)
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem"}
 
 
@@ -38,7 +36,7 @@ def join_rows(graph: fx.Graph) -> None:
             _replace(graph, [*node.users, *gate.args, gate], node, gated=True)
     for node in [node for node in graph.nodes if node.target is row]:
         addition = _only_user(node)
-        if addition is not None and addition.target in _SUMS and not addition.kwargs and len(addition.args) == 2:
+        if addition is not None and addition.target in SUMS and not addition.kwargs and len(addition.args) == 2:
             first, second = addition.args
             residual = second if first is node else first
             if isinstance(residual, fx.Node) and _alike(residual, node) and _may_move(node, addition):
@@ -53,7 +51,7 @@ def _gate_behind(node: fx.Node) -> fx.Node | None:
     activated, product = _only_user(halves[0]), _only_user(halves[1])
     if activated is None or activated.target is not functional.silu or activated.args != (halves[0],):
         return None
-    if product is None or product.target not in _PRODUCTS or _only_user(activated) is not product:
+    if product is None or product.target not in PRODUCTS or _only_user(activated) is not product:
         return None
     return product if set(product.args) == {activated, halves[1]} and not product.kwargs else None
 

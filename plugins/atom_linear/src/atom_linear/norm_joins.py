@@ -13,10 +13,10 @@ from torch import fx
 
 from atom_linear.kernels import triton_norm
 
-__all__ = ["join_norms"]
+__all__ = ["PRODUCTS", "SUMS", "join_norms"]
 
-_SUMS = (operator.add, torch.add)
-_PRODUCTS = (operator.mul, torch.mul)
+SUMS = (operator.add, torch.add)
+PRODUCTS = (operator.mul, torch.mul)
 
 
 class _Norm(NamedTuple):
@@ -34,7 +34,7 @@ def join_norms(graph: fx.Graph) -> None:
         graph: changed in place; nothing in it may change a tensor in place.
     """
     target: Any = triton_norm.rms_norm._opoverload
-    for last in [node for node in graph.nodes if node.target in _PRODUCTS]:
+    for last in [node for node in graph.nodes if node.target in PRODUCTS]:
         norm = _norm_of(last)
         if norm is None:
             continue
@@ -51,10 +51,10 @@ def join_norms(graph: fx.Graph) -> None:
 
 
 def _norm_of(last: fx.Node) -> _Norm | None:
-    for weight, cast in _orders(last, *_PRODUCTS):
+    for weight, cast in _orders(last, *PRODUCTS):
         if not isinstance(weight, fx.Node) or not _calls(cast, "to", "type_as"):
             continue
-        for wide, root in _orders(cast.args[0], *_PRODUCTS):
+        for wide, root in _orders(cast.args[0], *PRODUCTS):
             norm = _norm_of_parts(weight, cast, wide, root)
             if norm is not None:
                 return norm
@@ -66,7 +66,7 @@ def _norm_of_parts(weight: fx.Node, cast: Any, wide: Any, root: Any) -> _Norm | 
         return None
     if wide.kwargs or wide.args[1:] not in ((), (torch.float32,)):
         return None
-    for mean, eps in _orders(root.args[0], *_SUMS):
+    for mean, eps in _orders(root.args[0], *SUMS):
         if not _calls(mean, "mean") or mean.args[1:] != (-1,) or mean.kwargs != {"keepdim": True}:
             continue
         square = mean.args[0]
@@ -87,7 +87,7 @@ def _is_row(states: fx.Node, weight: fx.Node, cast: fx.Node) -> bool:
 
 def _terms(states: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     """The two tensors that a row is the sum of, or the row."""
-    for first, second in _orders(states, *_SUMS)[:1]:
+    for first, second in _orders(states, *SUMS)[:1]:
         if isinstance(first, fx.Node) and isinstance(second, fx.Node):
             own, *values = _values(states, first, second)
             if all(value.shape == own.shape and value.dtype == own.dtype for value in values):

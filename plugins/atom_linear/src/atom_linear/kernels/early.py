@@ -6,14 +6,16 @@ next launch begin only after that: what begins then finds everything before the 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 __all__ = ["can_start_early"]
 
 
-@functools.cache
 def can_start_early(device: torch.device) -> bool:
-    """Say whether the device can: NVIDIA's from Hopper on."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Say whether a launch may begin early: in a captured step, on NVIDIA's devices from Hopper on."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and torch.cuda.is_current_stream_capturing()
+    )

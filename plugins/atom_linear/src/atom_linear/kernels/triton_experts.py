@@ -69,7 +69,7 @@ def launch(
 ) -> None:
     """Fill `out`; arguments as of `expert_rows`, contiguous but for the weight."""
     num_pairs, (num_experts, out_features, in_features) = experts.shape[0], weight.shape
-    early = can_start_early(states.device) and torch.cuda.is_current_stream_capturing()
+    early = can_start_early(states.device)
     _expert_rows[(triton.cdiv(out_features, tiles.out), num_pairs)](
         states,
         weight,

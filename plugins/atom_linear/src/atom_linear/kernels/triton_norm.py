@@ -41,7 +41,7 @@ def rms_norm(
     width = triton.next_power_of_2(size)
     normed = torch.empty_like(states)
     summed = states.new_empty(0) if other is None else torch.empty_like(states)
-    early = can_start_early(states.device) and torch.cuda.is_current_stream_capturing()
+    early = can_start_early(states.device)
     _rms_norm[(1,)](
         states,
         states if other is None else other,

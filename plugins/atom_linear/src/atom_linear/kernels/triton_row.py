@@ -67,7 +67,7 @@ def linear_row(
         [..., out_features], or half as many where it is gated; in the dtype of `states`.
     """
     states = states.contiguous()
-    early = weight.stride(1) == 1 and can_start_early(states.device) and torch.cuda.is_current_stream_capturing()
+    early = weight.stride(1) == 1 and can_start_early(states.device)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     out = states.new_empty((*states.shape[:-1], weight.shape[0] // (2 if gated else 1)))
     residual = None if residual is None else residual.contiguous()
